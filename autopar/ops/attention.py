@@ -335,7 +335,7 @@ FAMILIES = (
             "context_documents": Kernel(_document_exchanges, unit=2),
             "ring_documents": Kernel(_document_ring, travelling=(1, 2), is_on_one_axis=True),
             "neighbour_documents": Kernel(
-                _window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+                _window_sends, least=lambda op, operands: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
             ),
         },
         buffers=_document_buffers,
@@ -352,7 +352,7 @@ FAMILIES = (
         kernels={
             "context_windows": Kernel(),
             "neighbour_windows": Kernel(
-                _window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+                _window_sends, least=lambda op, operands: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
             ),
         },
         buffers=_window_buffers,

@@ -41,7 +41,7 @@ class Kernel:
         uses_statistics: the op computes statistics of the whole batch; it could use statistics of a part of the batch
             instead where a user allows that.
         unit: the size of a slice is a multiple of it.
-        least: returns the minimum size of a slice in a call.
+        least: returns the minimum size of a slice in a call, given the op and its operands' types.
         travelling: the operands whose slices travel round a ring: a device computes with one slice after another while
             it receives the next one (by those of its collectives that are `is_ring`).
         is_on_one_axis: it runs on one axis only.
@@ -51,7 +51,7 @@ class Kernel:
     cuts_vocabulary: bool = False
     uses_statistics: bool = False
     unit: int = 1
-    least: Callable[[Op], int] = lambda op: 1
+    least: Callable[[Op, Types], int] = lambda op, operands: 1
     travelling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.ops.family import Kernel, OpFamily, Rule, Saves, Types, argument, aten
-from autopar.ops.views import dim_names, without
+from collections.abc import Sequence
+
+from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Saves, Types, argument, aten
+from autopar.ops.halos import space_factor
+from autopar.ops.views import dim_names, text_of, without
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
@@ -44,6 +47,33 @@ def _own_batch_norm(op: Op, operand_types: Types, result_types: Types) -> str:
     x = " ".join(names)
     remarks = ", ".join(f"by {factor} sync_batch_norm" for factor in without(names, 1))
     return f"{x}, c, c, c, c -> {x}, c, c | {remarks}"
+
+
+def _group_norm(op: Op, operand_types: Types, result_types: Types) -> str:
+    """group_norm(x, groups, weight, bias, eps): splitting space needs the kernel."""
+    names = ["n", "_", *(space_factor(dim) for dim in range(2, len(operand_types[0].shape)))]
+    remarks = ", ".join(f"by {factor} space_group_norm" for factor in names[2:])
+    return f"{text_of(names)}, #, _, _ -> {text_of(names)}" + (f" | {remarks}" if remarks else "")
+
+
+def _group_collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
+    """Two sums for each row and group: forward one after the other, backward at once, if the input has a gradient."""
+    x, groups = operand_types[0], argument(op, 1, "num_groups")
+    if not isinstance(groups, int):
+        return ()
+    dropped = tuple(range(1, len(x.shape)))
+    dtype = "float64" if x.dtype == "float64" else "float32"
+    forward = KernelCollective("all_reduce", "forward", 0, dropped, dtype, groups)
+    backward = KernelCollective("all_reduce", "backward", 0, dropped, dtype, 2 * groups, is_of_gradient=True)
+    return forward, forward, backward
+
+
+def _group_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """The kernel computes in float32 at least: the input and the result forward, also both gradients backward."""
+    if not has_kernel:
+        return Buffers()
+    wide = operands[0].num_elements * max(itemsize_bytes("float32"), itemsize_bytes(operands[0].dtype))
+    return Buffers(forward=2.0 * wide, backward=3.0 * wide)
 
 
 def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
@@ -89,11 +119,16 @@ FAMILIES = (
         aten(
             {
                 "batch_norm": _batch_norm,
-                "group_norm": "n ..., #, _, _ -> n ...",
                 "native_batch_norm": None,
                 "native_group_norm": None,
             }
         ),
+        count_work=_work,
+    ),
+    OpFamily(
+        aten({"group_norm": _group_norm}),
+        kernels={"space_group_norm": Kernel(_group_collectives)},
+        buffers=_group_buffers,
         count_work=_work,
     ),
     OpFamily(aten({"_native_batch_norm_legit _native_batch_norm_legit_functional": None}), num_differentiable=1),

@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 from autopar.ops.family import OpFamily, RowProduct, Rule, Types, argument, aten
+from autopar.ops.halos import Halo, halo_buffers, halo_kernels, halo_of, per_dim, space_names
 from autopar.ops.work import Work, default_work, floating, sum_bytes
 from autopar.program import Op, TensorType
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "convolution_halos"]
 
 
 # ---------------------------------------------------------------- how they split
@@ -45,28 +46,64 @@ def _einsum(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _convolution(op: Op, operand_types: Types, result_types: Types) -> str:
-    return _convolution_line(operand_types, argument(op, 6, "groups", 1), is_transposed=False)
+    names, remarks = space_names(convolution_halos(op, operand_types), "halo_convolution")
+    return _convolution_line(operand_types, argument(op, 6, "groups", 1), names, remarks)
+
+
+def convolution_halos(op: Op, operand_types: Types) -> tuple[Halo | None, ...]:
+    """The halo of each spatial dim of ``conv1d``, ``conv2d`` or ``conv3d``."""
+    x, weight = (kind.shape for kind in operand_types[:2])
+    count, padding = len(weight) - 2, argument(op, 4, "padding", 0)
+    if len(x) != count + 2:  # no batch dim
+        return (None,) * count
+    strides, dilations = (per_dim(argument(op, at, key, 1), count, 1) for at, key in ((3, "stride"), (5, "dilation")))
+    kernel = weight[2:]
+    spans = [dilation * (size - 1) for size, dilation in zip(kernel, dilations, strict=True)]
+    if padding == "same":  # for an even kernel, torch pads one row more after than before
+        paddings = tuple(span // 2 for span in spans) if not any(span % 2 for span in spans) else ()
+    else:
+        paddings = per_dim(0 if padding == "valid" else padding, count, 0)
+    if not paddings:
+        return (None,) * count
+    ends = [
+        (size + 2 * p - span - 1) // s + 1 for size, p, span, s in zip(x[2:], paddings, spans, strides, strict=True)
+    ]
+    return tuple(map(halo_of, x[2:], ends, kernel, strides, paddings, dilations))
 
 
 def _transposed_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
-    return _convolution_line(operand_types, argument(op, 6, "groups", 1), is_transposed=True)
+    return _transposed_line(operand_types, argument(op, 6, "groups", 1))
 
 
 def _general_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
     """(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
-    return _convolution_line(operand_types, op.args[8], is_transposed=op.args[6] is True)
+    if op.args[6] is True:
+        return _transposed_line(operand_types, op.args[8])
+    return _convolution_line(operand_types, op.args[8], ["_"] * (len(operand_types[1].shape) - 2), [])
 
 
-def _convolution_line(operand_types: Types, groups: object, *, is_transposed: bool) -> str:
-    """Batch, output channels, and input channels (summed) split.  With groups, channels stay whole."""
-    num_spatial = len(operand_types[1].shape) - 2
-    space = " _" * num_spatial
-    if len(operand_types[0].shape) != num_spatial + 2:  # no batch dim
-        return f"_{space}, _ _{space}, _ -> _{space}"
+def _convolution_line(operand_types: Types, groups: object, names: list[str], remarks: list[str]) -> str:
+    """Batch, space, output channels, and input channels (summed) split.  With groups, channels stay whole.
+
+    `names` are the factors of spatial dims, `remarks` the kernels that some of them need.
+    """
+    whole, space = " _" * len(names), "".join(f" {name}" for name in names)
+    if len(operand_types[0].shape) != len(names) + 2:  # no batch dim
+        return f"_{whole}, _ _{whole}, _ -> _{whole}"
     if groups != 1:
-        return f"n _{space}, _ _{space}, _ -> n _{space}"
-    weight = "c o" if is_transposed else "o c"
-    return f"n c{space}, {weight}{space}, +o -> n o{space} | sum c"
+        tail = f" | {', '.join(remarks)}" if remarks else ""
+        return f"n _{space}, _ _{whole}, _ -> n _{space}{tail}"
+    return f"n c{space}, o c{whole}, +o -> n o{space} | {', '.join(['sum c', *remarks])}"
+
+
+def _transposed_line(operand_types: Types, groups: object) -> str:
+    """As a convolution, but not in space."""
+    whole = " _" * (len(operand_types[1].shape) - 2)
+    if len(operand_types[0].shape) != len(operand_types[1].shape):  # no batch dim
+        return f"_{whole}, _ _{whole}, _ -> _{whole}"
+    if groups != 1:
+        return f"n _{whole}, _ _{whole}, _ -> n _{whole}"
+    return f"n c{whole}, c o{whole}, +o -> n o{whole} | sum c"
 
 
 def _recurrent(has_cell: bool) -> Rule:
@@ -228,6 +265,8 @@ FAMILIES = (
         aten({"conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding": _convolution}),
         is_cheap=False,
         count_work=_work_of_convolution,
+        kernels=halo_kernels("halo_convolution", convolution_halos),
+        buffers=halo_buffers(convolution_halos),
     ),
     OpFamily(
         aten({"conv_transpose1d conv_transpose2d.input conv_transpose3d.input": _transposed_convolution}),

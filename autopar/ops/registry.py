@@ -132,7 +132,7 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
         )
         if options is None:
             return None
-        allowed = (_with_kernel_limits(op, option, family) for option in options)
+        allowed = (_with_kernel_limits(op, operand_types, option, family) for option in options)
         by_factor.update((option.factor, option) for option in allowed if option is not None)
     return RuleMatch(tuple(by_factor.values()), family.size_args, family.is_view, family.draws(op))
 
@@ -144,7 +144,7 @@ def with_rule(op: Op, operand_types: Types, result_types: Types) -> Op:
     return replace(op, options=match.options, size_args=match.size_args, is_view=match.is_view)
 
 
-def _with_kernel_limits(op: Op, option: Option, family: OpFamily) -> Option | None:
+def _with_kernel_limits(op: Op, operand_types: Types, option: Option, family: OpFamily) -> Option | None:
     """The option with an extent that allows only slices that its kernel supports; None if there are none."""
     if not option.kernel:
         return option
@@ -152,7 +152,7 @@ def _with_kernel_limits(op: Op, option: Option, family: OpFamily) -> Option | No
     option = replace(option, travelling=kernel.travelling, is_on_one_axis=kernel.is_on_one_axis)
     unit = kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
-    max_slices = option.extent // max(1, kernel.least(op))
+    max_slices = option.extent // max(1, kernel.least(op, operand_types))
     if extent > max_slices:  # every divisor of the extent must be a legal number of slices
         extent = max((divisor for divisor in range(1, max_slices + 1) if extent % divisor == 0), default=1)
     return option if extent == option.extent else replace(option, extent=extent) if extent > 1 else None

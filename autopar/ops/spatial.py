@@ -1,28 +1,106 @@
-"""Pooling, resizing, padding and rearranging of images: batch and channels split, space does not."""
+"""Pooling, resizing, padding and rearranging of images.
+
+Batch and channels split; space splits in pooling, in resizing by whole factors to the nearest, and in pixel shuffles.
+"""
 
 from __future__ import annotations
 
-from autopar.ops.family import OpFamily, Types, argument, aten
+from collections.abc import Mapping
+
+from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.halos import SPACE_DIMS, Halo, halo_buffers, halo_kernels, halo_of, per_dim, space_factor, space_names
 from autopar.program import Op
 
 __all__ = ["FAMILIES"]
 
-_TABLE = {
-    "max_pool1d avg_pool1d adaptive_avg_pool1d": "* _ -> * _",
-    "max_pool2d avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d": "* _ _ -> * _ _",
-    "max_pool3d avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d": "* _ _ _ -> * _ _ _",
+_MAX_POOLS = "max_pool1d max_pool2d max_pool3d"
+
+
+def _num_pooled(op: Op) -> int:
+    """The number of dims that a pooling op pools."""
+    return next(n for n in (1, 2, 3) if f"pool{n}d" in op.target)
+
+
+def _pool_halos(op: Op, operand_types: Types) -> tuple[Halo | None, ...]:
+    """The halo of each dim of ``max_pool``: (x, kernel, stride, padding, dilation, ceil_mode)."""
+    count, shape = _num_pooled(op), operand_types[0].shape
+    kernel = per_dim(argument(op, 1, "kernel_size"), count, 0)
+    strides = per_dim(argument(op, 2, "stride", ()), count, 0)
+    paddings, dilations = (per_dim(argument(op, at, key, old), count, old) for at, key, old in _POOL_DEFAULTS)
+    if len(shape) != count + 2 or argument(op, 5, "ceil_mode", False):
+        return (None,) * count
+    strides = strides if any(strides) else kernel
+    spans = [dilation * (size - 1) for size, dilation in zip(kernel, dilations, strict=True)]
+    ends = [(n + 2 * p - span - 1) // s + 1 for n, p, span, s in zip(shape[2:], paddings, spans, strides, strict=True)]
+    return tuple(map(halo_of, shape[2:], ends, kernel, strides, paddings, dilations))
+
+
+def _max_pool(op: Op, operand_types: Types, result_types: Types) -> str:
+    names, remarks = space_names(_pool_halos(op, operand_types), "halo_max_pool")
+    return _pool_line(operand_types, names, remarks)
+
+
+def _avg_pool(op: Op, operand_types: Types, result_types: Types) -> str:
+    """avg_pool(x, kernel, stride, padding, ceil_mode, ...): space splits where windows don't overlap."""
+    count, shape = _num_pooled(op), operand_types[0].shape
+    kernel = per_dim(argument(op, 1, "kernel_size"), count, 0)
+    strides = per_dim(argument(op, 2, "stride", ()), count, 0)
+    is_tiled = (strides == kernel or not any(strides)) and not any(per_dim(argument(op, 3, "padding", 0), count, 0))
+    halos = [
+        halo_of(n, n // k, k, k, 0) if is_tiled and len(shape) == count + 2 else None
+        for n, k in zip(shape[-count:], kernel, strict=True)
+    ]
+    return _pool_line(operand_types, *space_names(halos, ""))
+
+
+def _pool_line(operand_types: Types, names: list[str], remarks: list[str]) -> str:
+    dims = " ".join(["*", *names] if len(operand_types[0].shape) != len(names) + 2 else ["n", "c", *names])
+    return f"{dims} -> {dims}" + (f" | {', '.join(remarks)}" if remarks else "")
+
+
+def _nearest(op: Op, operand_types: Types, result_types: Types) -> str:
+    """upsample_nearest(x, sizes, factors): space splits if every row is repeated equally often."""
+    factors = argument(op, 2, "scale_factors")
+    sizes = operand_types[0].shape[2:]
+    is_given = isinstance(factors, tuple) and argument(op, 1, "output_size") is None
+    whole = (
+        [isinstance(f, int | float) and float(f).is_integer() for f in factors] if isinstance(factors, tuple) else []
+    )
+    names = [
+        space_factor(dim) if is_given and whole[dim - SPACE_DIMS[0]] and size > 1 else "_"
+        for dim, size in enumerate(sizes, SPACE_DIMS[0])
+    ]
+    dims = " ".join(["n", "c", *names])
+    return f"{dims} -> {dims}"
+
+
+def _shuffled(op: Op, operand_types: Types, result_types: Types) -> str:
+    """pixel_shuffle, pixel_unshuffle: a row becomes several rows, or several rows become one."""
+    if len(operand_types[0].shape) != 4:
+        return "* c _ _ -> * c _ _"
+    dims = f"n c {space_factor(2)} {space_factor(3)}"
+    return f"{dims} -> {dims}"
+
+
+_POOL_DEFAULTS = ((3, "padding", 0), (4, "dilation", 1))
+_TABLE: Mapping[str, Rule | None] = {
+    "avg_pool1d avg_pool2d avg_pool3d": _avg_pool,
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec": _nearest,
+    "adaptive_avg_pool1d": "* _ -> * _",
+    "adaptive_avg_pool2d _adaptive_avg_pool2d": "* _ _ -> * _ _",
+    "adaptive_avg_pool3d _adaptive_avg_pool3d": "* _ _ _ -> * _ _ _",
     "adaptive_max_pool1d max_pool1d_with_indices": "* _ -> * _, * _",
     "adaptive_max_pool2d max_pool2d_with_indices": "* _ _ -> * _ _, * _ _",
     "adaptive_max_pool3d max_pool3d_with_indices": "* _ _ _ -> * _ _ _, * _ _ _",
-    "upsample_nearest1d.vec upsample_linear1d.vec": "n c _ -> n c _",
-    "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec": "n c _ _ -> n c _ _",
+    "upsample_linear1d.vec": "n c _ -> n c _",
+    "upsample_bilinear2d.vec upsample_bicubic2d.vec": "n c _ _ -> n c _ _",
     "_upsample_nearest_exact2d.vec upsample_nearest2d": "n c _ _ -> n c _ _",
     "upsample_bilinear2d upsample_bicubic2d": "n c _ _ -> n c _ _",
     "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec": "n c _ _ -> n c _ _",
-    "upsample_nearest3d.vec upsample_trilinear3d.vec": "n c _ _ _ -> n c _ _ _",
+    "upsample_trilinear3d.vec": "n c _ _ _ -> n c _ _ _",
     "grid_sampler": "n c ..., n ... -> n c ...",
     "grid_sampler_2d": "n c _ _, n _ _ _ -> n c _ _",
-    "pixel_shuffle pixel_unshuffle": "* c _ _ -> * c _ _",
+    "pixel_shuffle pixel_unshuffle": _shuffled,
     "channel_shuffle native_channel_shuffle": "n ... -> n ...",
     "im2col": "n c _ _ -> n c _",
     "col2im": "n c _ -> n c _ _",
@@ -44,4 +122,12 @@ def _pad(op: Op, operand_types: Types, result_types: Types) -> str | None:
     return f"{dims} -> {dims}" if num_dims <= rank else None
 
 
-FAMILIES = (OpFamily(aten(_TABLE)), OpFamily(aten({"pad constant_pad_nd": _pad}), fuses=True))
+FAMILIES = (
+    OpFamily(
+        aten({_MAX_POOLS: _max_pool}),
+        kernels=halo_kernels("halo_max_pool", _pool_halos),
+        buffers=halo_buffers(_pool_halos),
+    ),
+    OpFamily(aten(_TABLE)),
+    OpFamily(aten({"pad constant_pad_nd": _pad}), fuses=True),
+)

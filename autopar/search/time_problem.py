@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.ops import family_of
+from autopar.ops.halos import space_dim
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.program import Layer, Op, Option, Program
 
@@ -141,7 +142,11 @@ def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone:
     """
     whole = {"-": REPLICATE, "~": BROADCAST}
     allowed = option_per_microbatch(op) if alone else None
-    options = [option for option in op.options if option is allowed or not (option.kernel or option.collectives)]
+    options = [
+        option
+        for option in op.options
+        if option is allowed or not (option.kernel or option.collectives or space_dim(option.factor))
+    ]
     for factor, placement in whole.items():
         if all(option.factor != factor for option in options):
             num_operands, num_results = len(op.operands), len(op.results)

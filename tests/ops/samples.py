@@ -48,6 +48,7 @@ def all_samples() -> list[Sample]:
         *_indexing(),
         *_normalization(),
         *_spatial(),
+        *_in_space(),
         *_creation(),
         *_special(),
     ]
@@ -304,6 +305,34 @@ def _products() -> list[Sample]:
             ),
         ]
     return found
+
+
+def _in_space() -> list[Sample]:
+    """Calls whose slices in space need halos before, after, on both sides or on none; an even kernel never splits."""
+    image = x(1, 2, 12, 6)
+    calls = (
+        ((3, 3), [1], [1]), ((5, 3), [1], [2, 1]), ((3, 3), [1], [2, 1], [2, 1]), ((3, 3), [2], [1]), ((2, 2), [2]),
+        ((1, 1),), ((1, 1), [2]), ((3, 3), [3], [1]), ((7, 3), [3], [3, 1]), ((4, 2), [2], [1, 0]),
+    )  # fmt: skip
+    pools = ([3, 3], [2], [1]), ([2, 2],), ([2], [2]), ([3], [3], [1]), ([3], [1], [1]), ([3], [2], [1], [1], True)
+    return [
+        *(sample("conv2d", image, x(3, 2, *kernel), x(3), *rest) for kernel, *rest in calls),
+        *(sample("max_pool2d", image, *rest) for rest in pools),
+        sample("conv2d", image, x(2, 1, 3, 3), x(2), [1], [1], [1], 2),
+        sample("conv2d.padding", image, x(3, 2, 3, 3), None, [1], "same", [2, 1]),
+        sample("conv2d.padding", image, x(3, 2, 2, 3), None, [1], "same"),
+        sample("conv1d", x(1, 2, 12), x(3, 2, 9), x(3), [1], [4]),
+        sample("conv3d", x(1, 2, 4, 6, 4), x(3, 2, 3, 3, 3), x(3), [1, 2, 1], [1]),
+        sample("max_pool3d", x(1, 2, 4, 6, 4), [3], [1, 2, 1], [1]),
+        sample("avg_pool2d", image, [3, 2]),
+        sample("avg_pool2d", image, [3], [1], [1]),
+        sample("avg_pool2d", x(2, 12, 6), [3], [3]),
+        sample("upsample_nearest2d.vec", image, None, [2.0, 3.0]),
+        sample("upsample_nearest2d.vec", image, None, [1.5, 2.0]),
+        sample("group_norm", image, 2),
+        sample("group_norm", x(2, 4, 4, 6) + 1e4, 2, x(4), None, 1e-3, tolerance=1e-7),
+        sample("group_norm", x(4, 6), 3, x(6), x(6)),
+    ]
 
 
 def _recurrent() -> list[Sample]:

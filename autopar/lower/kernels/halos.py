@@ -1,0 +1,181 @@
+"""Convolutions and pooling of images and videos that are split in space: neighbours exchange the rows at the borders.
+
+A slice is extended by the rows that it needs from the previous and from the next slice, its halo
+(`autopar.ops.halos`); the first and the last slice are extended by padding instead.  The op then runs on the extended
+slice without padding in that dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from autopar.lower.autograd import call_function
+from autopar.lower.communication.collectives import Handle
+from autopar.lower.communication.shards import Shards
+from autopar.ops.halos import SPACE_DIMS, Halo, halo_of, per_dim
+
+__all__ = [
+    "halo_convolution2", "halo_convolution3", "halo_convolution4", "halo_max_pool2", "halo_max_pool3", "halo_max_pool4",
+    "with_halo",
+]  # fmt: skip
+
+_CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_MAX_POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
+Numbers = int | list[int] | tuple[int, ...]
+
+
+def _halo_convolution(  # noqa: PLR0913  (its arguments)
+    dim: int,
+    shards: Shards,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers | str = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``conv1d``, ``conv2d`` or ``conv3d`` of this device's slice of `x` in dim `dim`.
+
+    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on the one
+    axis of `shards`.  The gradients of `weight` and `bias` are terms (``B``).
+
+    Args:
+        dim: the dim of `x` that is split; at least 2.
+        shards: of that dim.
+        x: ``[batch, channels, ...]``, this device's equal slice.
+        weight: whole in space.
+        bias: per channel, or None.
+        stride: as in torch; likewise all others.
+        padding: see `stride`.
+        dilation: see `stride`.
+        groups: see `stride`.
+    """
+    count = x.ndim - 2
+    sizes = weight.shape[2:]
+    strides, dilations = _numbers(stride, count, 1), _numbers(dilation, count, 1)
+    if isinstance(padding, str):
+        is_same = padding == "same"
+        paddings = [is_same * d * (size - 1) // 2 for d, size in zip(dilations, sizes, strict=True)]
+    else:
+        paddings = _numbers(padding, count, 0)
+    place = dim - SPACE_DIMS[0]
+    halo = _halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
+    paddings[place] = 0
+    extended = with_halo(shards, x, dim, halo)
+    return _CONVOLUTIONS[count](extended, weight, bias, strides, paddings, dilations, groups)
+
+
+def _halo_max_pool(
+    dim: int,
+    shards: Shards,
+    x: Tensor,
+    kernel_size: Numbers,
+    stride: Numbers = (),
+    padding: Numbers = 0,
+    dilation: Numbers = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """``max_pool1d``, ``max_pool2d`` or ``max_pool3d`` of this device's slice of `x` in dim `dim`.
+
+    Communicates as `_halo_convolution`.
+
+    Args:
+        dim: the dim of `x` that is split; at least 2.
+        shards: of that dim.
+        x: ``[batch, channels, ...]``, this device's equal slice.
+        kernel_size: as in torch; likewise all others.
+        stride: see `kernel_size`.
+        padding: see `kernel_size`.
+        dilation: see `kernel_size`.
+        ceil_mode: False.
+    """
+    if ceil_mode:
+        raise ValueError("windows that reach beyond the padding do not split")
+    count, place = x.ndim - 2, dim - SPACE_DIMS[0]
+    sizes = _numbers(kernel_size, count, 0)
+    strides = _numbers(stride, count, 0) if stride else list(sizes)
+    paddings, dilations = _numbers(padding, count, 0), _numbers(dilation, count, 1)
+    halo = _halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
+    paddings[place] = 0
+    extended = with_halo(shards, x, dim, halo, fill=-math.inf)
+    return _MAX_POOLS[count](extended, sizes, strides, paddings, dilations)
+
+
+halo_convolution2, halo_convolution3, halo_convolution4 = (partial(_halo_convolution, dim) for dim in SPACE_DIMS)
+halo_max_pool2, halo_max_pool3, halo_max_pool4 = (partial(_halo_max_pool, dim) for dim in SPACE_DIMS)
+
+
+def _numbers(arg: Numbers, count: int, default: int) -> list[int]:
+    return list(per_dim(tuple(arg) if isinstance(arg, list) else arg, count, default))
+
+
+def _halo(shards: Shards, rows: int, kernel: int, stride: int, padding: int, dilation: int) -> Halo:
+    """The halo of slices of `rows` rows.
+
+    Raises:
+        ValueError: slices of the input and of the result don't match, or the halo is larger than a slice.
+    """
+    halo = halo_of(rows * shards.count, rows * shards.count // stride, kernel, stride, padding, dilation)
+    if len(shards.axes) > 1 or halo is None or rows // stride < halo.least_rows:
+        raise ValueError(
+            f"slices of {rows} rows on {len(shards.axes)} axes can't run a kernel of {kernel} rows with stride {stride}"
+        )
+    return halo
+
+
+def with_halo(shards: Shards, x: Tensor, dim: int, halo: Halo, fill: float = 0.0) -> Tensor:
+    """`x`, a slice in dim `dim`, with the last rows of the previous slice and the first rows of the next one.
+
+    Before the first slice and after the last one there are rows of `fill`.  Communicates a send to each neighbour that
+    needs rows, and in backward, if `x` has a gradient, a send of their gradients back.
+    """
+    return x if halo.is_empty else call_function(_WithHalo, x, shards, dim, halo, fill)
+
+
+class _WithHalo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, dim: int, halo: Halo, fill: float) -> Tensor:
+        ctx.shards, ctx.dim, ctx.halo = shards, dim, halo
+        rows = x.shape[dim]
+        coming = _start(shards, x.narrow(dim, rows - halo.before, halo.before), 1)
+        following = _start(shards, x.narrow(dim, 0, halo.after), -1)
+        before, after = coming.wait(), following.wait()
+        if not shards.index:
+            before = torch.full_like(before, fill)
+        if shards.index == shards.count - 1:
+            after = torch.full_like(after, fill)
+        return torch.cat([before, x, after], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        shards, dim, (before, after, _) = ctx.shards, ctx.dim, ctx.halo
+        (gradient,) = gradients
+        rows = gradient.shape[dim] - before - after
+        returning = _start(shards, gradient.narrow(dim, 0, before), -1)
+        coming = _start(shards, gradient.narrow(dim, before + rows, after), 1)
+        own = gradient.narrow(dim, before, rows).clone()
+        at_end, at_begin = returning.wait(), coming.wait()
+        if before and shards.index < shards.count - 1:
+            own.narrow(dim, rows - before, before).add_(at_end)
+        if after and shards.index:
+            own.narrow(dim, 0, after).add_(at_begin)
+        return own, None, None, None, None
+
+
+def _start(shards: Shards, rows: Tensor, step: int) -> Handle:
+    """Start to send `rows` to the slice `step` places on, and to receive those of the slice as far before.
+
+    They go round a ring, so that all devices send as much.  Nothing is sent if there are no rows.
+    """
+    return shards.start_passing(rows, step) if rows.numel() else Handle(lambda: rows)
