@@ -117,6 +117,7 @@ class LayerDemands:
         offload: what is offloaded: one of ``"activations"`` and ``"none"``, or ``""`` for any.
         whole: positions in `Layer.state` of parameters that must not be cut.
         pieces: in how many pieces collectives overlap with products, where possible; 0 for any.
+        space: the dim of images or videos that may be split in space; 0 for none.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
@@ -125,6 +126,7 @@ class LayerDemands:
     offload: str = ""
     whole: tuple[int, ...] = ()
     pieces: int = 0
+    space: int = 0
 
 
 def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:

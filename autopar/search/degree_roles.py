@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Collection, Iterator
 
 from autopar.ops import family_of
+from autopar.ops.halos import space_factor
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.constraints import LayerDemands
-from autopar.search.labels import DEGREE_LABELS, axis_labels, cuts_stack, weight_operands
+from autopar.search.labels import DEGREE_LABELS, axis_labels, cuts_stack, option_of, weight_operands
+from autopar.search.space_splits import only_space
 from autopar.step.op_states import Allowed
 
 __all__ = ["AxisRoles", "allowed_options", "meets_degrees", "role_choices", "stack_sizes"]
@@ -40,20 +42,23 @@ def allowed_options(
 ) -> Allowed | None:
     """Which options the demands leave, None for all; `whole_results` are values that must stay whole on devices."""
     whole_held = {layer.state[position] for position in demands.whole}
+    in_space = only_space(layer, demands.space)
     if not any(roles) and not demands.degrees and not whole_held and not whole_results:
-        return None
+        return in_space
     demanded = {name for name, _ in demands.degrees}
 
     def allowed(op: Op, axis: int, option: Option) -> bool:
         if mesh[axis] == 1:
             return True
+        if in_space is not None and not in_space(op, axis, option):
+            return False
         placements = zip(op.operands, option.operands, strict=True)
         if any(name in whole_held and placement.is_shard for name, placement in placements):
             return False
         if any(n in whole_results and p.kind != "R" for n, p in zip(op.results, option.results, strict=True)):
             return False
         fits = _fits_role(program, op, option, roles[axis], demanded)
-        return fits and _follows(program, op, option, roles[axis], mesh[axis])
+        return fits and _follows(program, op, option, _role_dims(program, op, roles[axis], demands.space), mesh[axis])
 
     return allowed
 
@@ -90,10 +95,9 @@ def stack_sizes(program: Program, layer: Layer) -> set[int]:
     }
 
 
-def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> bool:
-    """Whether the option cuts the activations' dim of this role, if one of the op's options does."""
+def _follows(program: Program, op: Op, option: Option, dims: tuple[int, ...], size: int) -> bool:
+    """Whether the option cuts one of `dims`, those of an axis's role, if one of the op's options does."""
     computed = any(program.values[name].role in ("op", "input") for name in op.operands)
-    dims = _role_dims(program, op, role)
     if not dims or not computed or not program.values[op.results[0]].requires_grad:
         return True
     weights = weight_operands(program, op)
@@ -106,14 +110,19 @@ def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> 
     return cuts(option) or not any(map(cuts, op.options))
 
 
-def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
-    """The dims of the op's result that an axis of this role may cut; none says nothing."""
+def _role_dims(program: Program, op: Op, role: str, space: int) -> tuple[int, ...]:
+    """The dims of the op's result that an axis of this role may cut; none says nothing.
+
+    `space` is the dim of images that is split for `context`, in ops that have a rule for it.
+    """
     num_dims = len(program.type_of(op.results[0]).shape)
     if role == "data":
         return (0,)
     if role in ("sequence", "context") and family_of(op.target).is_attention:
         heads_too = role == "sequence"  # Ulysses; queries: context
         return tuple(range(1 if heads_too else num_dims - 2, num_dims - 1))
+    if role == "context" and space and option_of(op, space_factor(space)) is not None:
+        return (space,)
     return (1,) if role in ("sequence", "context") and num_dims == 3 else ()
 
 

@@ -7,7 +7,7 @@ name                         what it is here
 ``tensor``                   weight matrices are cut, activations cross the layer's boundary whole
 ``tensor+sequence``          weight matrices are cut, activations cross the boundary cut in dim 1
 ``sequence (Ulysses)``       weights are whole, the boundary is cut in dim 1, attention is cut in its heads
-``context``                  weights are whole, and attention too is cut in its queries
+``context``                  weights are whole, attention is cut in its queries, images and videos are split in space
 ``sequence``                 weights are whole, activations are cut in dim 1, no attention in the layer
 ``vocabulary``               only an embedding, a classifier or its loss is cut, in the number of classes
 ``expert``                   weights that are stacks of matrices are cut in the stack
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.ops import family_of
+from autopar.ops.halos import space_dim
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 
@@ -69,6 +70,7 @@ class _Tally:
     activations: dict[int, float] = field(default_factory=dict[int, float])
     attention: set[str] = field(default_factory=set[str])
     is_vocabulary: bool = False
+    is_in_space: bool = False
 
     def share_of_weights(self, what: str) -> float:
         return self.weights.get(what, 0.0) / max(1.0, math.fsum(self.weights.values()))
@@ -109,7 +111,8 @@ def _label(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -
 def _label_sequence(tally: _Tally) -> str:
     if tally.attention == {"heads"} and tally.activations.get(1, 0.0):
         return "sequence (Ulysses)"
-    if tally.attention == {"queries"}:
+    in_space = tally.is_in_space and tally.attention <= {"queries", "whole"} and tally.share_of_dim(0) <= 1 - _MOST
+    if in_space or tally.attention == {"queries"}:
         return "context"
     return "sequence" if tally.share_of_dim(1) >= _MOST else ""
 
@@ -122,6 +125,7 @@ def _count(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -
     tally = _Tally()
     for op, factors in zip(layer.ops, strategy.assignments, strict=True):
         option = option_of(op, factors[axis])
+        tally.is_in_space |= space_dim(factors[axis]) > 0
         _count_weights(program, op, option, tally)
         for name, dim in _cut_dims(op, option):
             if program.type_of(name).is_floating:

@@ -75,7 +75,7 @@ def layer_candidates(
     for mesh in meshes:
         for each in role_choices(mesh, demands):
             allowed = allowed_options(settings.program, layer, mesh, demands, each, whole)
-            problems.append(LayerProblem(settings, layer, mesh, allowed))
+            problems.append(LayerProblem(settings, layer, mesh, allowed, demands.space))
             roles.append(each)
     known: dict[tuple[object, ...], list[_StoredVariant]] = {}
     variants: list[_Variant] = []

@@ -108,12 +108,14 @@ class LayerProblem:
 
     Variables are the ops, then the copies in `copy_variables`, then the policy before and the policy behind the layer;
     `sizes` are their numbers of states.  `allowed` restricts the options of ops; without it all that divide may be.
+    `space` is a dim that boundaries may split in addition to the first two; 0 for none.
     """
 
     settings: StepSettings
     layer: Layer
     mesh: tuple[int, ...]
     allowed: Allowed | None = None
+    space: int = 0
 
     @property
     def program(self) -> Program:
@@ -152,7 +154,7 @@ class LayerProblem:
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
         """Those of the boundaries before and behind the layer."""
-        return boundary_policies(self.mesh)
+        return boundary_policies(self.mesh, self.space)
 
     @cached_property
     def free_outputs(self) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 * *Meshes* of a layer: every way to merge neighbouring prime factors of the number of devices.
 * At a *boundary* between layers, all activations take their layouts from one **policy**, which names for each mesh axis
-  ``R``, ``S(0)`` or ``S(1)``.  So the search across layers has few states however many tensors cross.
+  ``R``, ``S(0)`` or ``S(1)``, and on one axis the dim that is split in space, if there is one.  So the search across
+  layers has few states however many tensors cross.
 * *Storage* of a parameter follows from the layout in which compute reads it and from the mesh axes on which ZeRO or
   HSDP shards it.
 """
@@ -26,7 +27,7 @@ __all__ = [
     "storage_layout",
 ]
 
-# Per mesh axis R, S(0) or S(1).
+# Per mesh axis R, S(0), S(1) or a dim that is split in space.
 Policy = Layout
 
 _POLICY_PLACEMENTS: tuple[Placement, ...] = (REPLICATE, shard(0), shard(1))
@@ -69,9 +70,14 @@ def _primes(number: int) -> tuple[int, ...]:
     return tuple(reversed(primes))
 
 
-def boundary_policies(mesh: tuple[int, ...]) -> tuple[Policy, ...]:
-    """Every policy on `mesh`; an axis of one device has only ``R``.  The first is all ``R``."""
-    return tuple(itertools.product(*(_POLICY_PLACEMENTS if size > 1 else (REPLICATE,) for size in mesh)))
+def boundary_policies(mesh: tuple[int, ...], space: int = 0) -> tuple[Policy, ...]:
+    """Every policy on `mesh`; an axis of one device has only ``R``.  The first is all ``R``.
+
+    With `space`, one axis may also split that dim: halos are exchanged on one axis only.
+    """
+    placements = (*_POLICY_PLACEMENTS, shard(space)) if space else _POLICY_PLACEMENTS
+    every = itertools.product(*(placements if size > 1 else (REPLICATE,) for size in mesh))
+    return tuple(policy for policy in every if not space or policy.count(shard(space)) <= 1)
 
 
 def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -> Layout:

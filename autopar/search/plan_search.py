@@ -37,6 +37,7 @@ from autopar.search.plan_selection import (
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
+from autopar.search.space_splits import check_images, with_space
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 
@@ -64,7 +65,9 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     started = time.perf_counter()
     constraints = parse_constraints(request.constraints, world_size)
     request = replace(request, training=_training_by(constraints, request.training))
-    layer_demands = demands_on(program, constraints)
+    layer_demands = with_space(program, demands_on(program, constraints), world_size)
+    if not request.any_batch:
+        check_images(program, layer_demands)
     _check_host(layer_demands, prices, request.training)
     _check_experts(program, layer_demands, request)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)

@@ -159,8 +159,10 @@ class _WithHalo(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        shards, dim, (before, after, _) = ctx.shards, ctx.dim, ctx.halo
-        (gradient,) = gradients
+        shards: Shards = ctx.shards
+        halo: Halo = ctx.halo
+        dim, before, after = int(ctx.dim), halo.before, halo.after
+        gradient = gradients[0]
         rows = gradient.shape[dim] - before - after
         returning = _start(shards, gradient.narrow(dim, 0, before), -1)
         coming = _start(shards, gradient.narrow(dim, before + rows, after), 1)

@@ -16,6 +16,7 @@ from autopar.program import Layer
 from autopar.search.cost_tables import CostTables, LayerCosts
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.search_context import SearchContext
+from autopar.search.space_splits import only_space
 from autopar.step.layer_cost import weight_share
 from autopar.step.training import is_differentiable, own_training
 
@@ -37,7 +38,8 @@ def least_compute(context: SearchContext, count: int, factors: Mapping[int, tupl
 
 
 def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -> LayerCosts:
-    problems = [LayerProblem(settings, layer, mesh) for mesh in context.meshes]
+    allowed = only_space(layer, context.demands[0].space)
+    problems = [LayerProblem(settings, layer, mesh, allowed) for mesh in context.meshes]
     forward_s = backward_s = weight_s = 0.0
     for index, op in enumerate(layer.ops):
         ahead_s, back_s = np.min([*_op_seconds(context, problems, index)], axis=0)

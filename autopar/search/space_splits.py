@@ -1,0 +1,90 @@
+"""Which dim of images or videos a search may split in space, if any.
+
+Convolutions that are split in space exchange halos, which a split of the batch does not need.  So a search considers
+them only if the batch does not divide over the devices, or if a constraint demands `context`, and only in one dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autopar.errors import ConstraintError
+from autopar.ops import family_of
+from autopar.ops.halos import SPACE_DIMS, space_dim
+from autopar.program import Layer, Op, Option, Program
+from autopar.search.constraints import LayerDemands
+from autopar.step.op_states import Allowed
+
+__all__ = ["check_images", "only_space", "with_space"]
+
+
+def with_space(program: Program, demands: tuple[LayerDemands, ...], num_devices: int) -> tuple[LayerDemands, ...]:
+    """`demands` with the dim that may be split in space."""
+    dim = _best_dim(program, demands, num_devices)
+    return tuple(replace(each, space=dim) for each in demands) if dim else demands
+
+
+def _best_dim(program: Program, demands: Sequence[LayerDemands], num_devices: int) -> int:
+    """The dim in which ops with the most elements split; 0 if there is none, or if splitting the batch is enough.
+
+    It must split over the demanded degree, or over the smallest factor of the devices that the batch leaves.
+    """
+    degree = _demanded(demands)
+    if not degree:
+        degree = _smallest_prime(num_devices // math.gcd(num_devices, program.batch_size))
+    if degree == 1:
+        return 0
+    elements: dict[int, int] = dict.fromkeys(SPACE_DIMS, 0)
+    needs_halos = False
+    for layer in program.kinds:
+        for op, option in _options_in_space(layer):
+            if option.extent % degree == 0:
+                elements[space_dim(option.factor)] += program.type_of(op.results[0]).num_elements
+                needs_halos |= bool(option.kernel)
+    # Where patches alone are split, tokens are as well, without regard to images.
+    return max(elements, key=lambda dim: elements[dim]) if needs_halos else 0
+
+
+def _smallest_prime(number: int) -> int:
+    return next((prime for prime in range(2, math.isqrt(number) + 1) if number % prime == 0), number)
+
+
+def _options_in_space(layer: Layer) -> Iterator[tuple[Op, Option]]:
+    return ((op, option) for op in layer.ops for option in op.options if space_dim(option.factor))
+
+
+def only_space(layer: Layer, space: int) -> Allowed | None:
+    """What allows only options that split no dim in space but this one; None if the layer has no others."""
+    if all(space_dim(option.factor) == space for _, option in _options_in_space(layer)):
+        return None
+    return lambda op, axis, option: space_dim(option.factor) in (0, space)
+
+
+def check_images(program: Program, demands: Sequence[LayerDemands]) -> None:
+    """Raise `ConstraintError` if a context degree divides no dim of the images or videos that are convolved.
+
+    Not in models with attention, whose tokens may divide.
+    """
+    degree = _demanded(demands)
+    found = [
+        (option.extent, program.type_of(op.operands[0]).shape[2:])
+        for layer in program.kinds
+        for op, option in _options_in_space(layer)
+        if option.kernel
+    ]
+    if degree <= 1 or not found or any(extent % degree == 0 for extent, _ in found):
+        return
+    if any(family_of(op.target).is_attention for layer in program.kinds for op in layer.ops):
+        return
+    sizes = " x ".join(map(str, max((sizes for _, sizes in found), key=math.prod)))
+    raise ConstraintError(
+        f"constraint 'context={degree}': images of {sizes} do not divide over {degree} devices in any dim that a "
+        "convolution splits. Resize or pad them to a multiple, or choose another degree"
+    )
+
+
+def _demanded(demands: Sequence[LayerDemands]) -> int:
+    """The largest context degree that is demanded; 0 for none."""
+    return max((dict(each.degrees).get("context", 0) for each in demands), default=0)

@@ -1,0 +1,134 @@
+"""Images and videos that are split in space: convolutions with halos, what is between them, and what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.errors import ConstraintError
+from autopar.ops.halos import space_dim
+from autopar.plan import Plan
+from autopar.search import SearchRequest, search
+from tests.zoo import Subject, assert_parity, quick_prices, rehearse, trained_alone
+
+
+class Stack(nn.Module):
+    """Convolutions with and without halos, one of them wide, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 4, 2, stride=2)
+        self.wide = nn.Conv2d(4, 4, 7, padding=3, groups=4)
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        hidden = self.patch(image)
+        hidden = hidden + functional.gelu(self.wide(hidden))
+        return functional.cross_entropy(self.head(self.down(hidden).mean((2, 3))), target)
+
+
+class UNet(nn.Module):
+    """Two levels with group norm, a skip connection and resizing, as U-Nets and autoencoders have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.down, self.inner = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(4, 8)
+        self.up, self.last = nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(16, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        skip = functional.silu(self.norm(self.first(image)))
+        hidden = functional.silu(self.inner(self.down(skip)))
+        hidden = self.up(functional.interpolate(hidden, scale_factor=2.0, mode="nearest"))
+        return functional.mse_loss(self.last(torch.cat([hidden, skip], 1)), image)
+
+
+class Video(nn.Module):
+    """A video of 3 frames, whose rows are split as its frames don't divide; batch norm and pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4)
+        self.second = nn.Conv3d(4, 2, (1, 3, 3), padding=(0, 1, 1))
+
+    def forward(self, video: Tensor) -> Tensor:
+        hidden = functional.relu(self.norm(self.first(video)))
+        hidden = functional.max_pool3d(hidden, (1, 3, 3), (1, 2, 2), (0, 1, 1))
+        return self.second(hidden).square().mean()
+
+
+@cache
+def subject(name: str) -> Subject:
+    torch.manual_seed(0)
+    image = torch.randn(1, 3, 32, 16, dtype=torch.float64)
+    if name == "convnext":
+        config = transformers.ConvNextConfig(
+            image_size=32, hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2, num_labels=3
+        )
+        model: nn.Module = transformers.ConvNextForImageClassification(config)
+        # Its norm is written to run in float32.
+        inputs = {"pixel_values": image, "labels": torch.tensor([1])}
+    elif name == "stack":
+        model, inputs = Stack(), {"image": image, "target": torch.tensor([2])}
+    elif name == "unet":
+        model, inputs = UNet(), {"image": image}
+    else:
+        model, inputs = Video(), {"video": torch.randn(1, 2, 3, 16, 6, dtype=torch.float64)}
+    return trained_alone(model.double().train(), inputs)
+
+
+def plan_of(name: str, num_devices: int, *constraints: str) -> Plan:
+    return search(
+        subject(name).traced.program, num_devices, quick_prices(num_devices), SearchRequest(constraints=constraints)
+    )
+
+
+def dims_split(plan: Plan) -> list[set[int]]:
+    """Per layer the dims that are split in space."""
+    factors = [{factor for op in plan.strategies[e.strategy].assignments for factor in op} for e in plan.layers]
+    return [{space_dim(factor) for factor in each} - {0} for each in factors]
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("name", ["stack", "unet", "video", "convnext"])
+def test_one_image_trains_as_on_one_device(name: str, num_devices: int) -> None:
+    plan = plan_of(name, num_devices, f"context={num_devices}")
+    dim = 3 if name == "video" else 2
+    assert {dim} in dims_split(plan)
+    assert all(each <= {dim} for each in dims_split(plan))
+    assert_parity(subject(name), plan)
+    gathered = [each for each in rehearse(subject(name), plan).collectives[0] if each.kind == "all_gather"]
+    # Parameters and the result of the pooling are gathered, nothing as large as the image.
+    assert all(each.num_bytes <= _parameter_bytes(name) for each in gathered)
+
+
+def _parameter_bytes(name: str) -> int:
+    return sum(parameter.nbytes for parameter in subject(name).model.parameters())
+
+
+def test_two_images_on_four_devices() -> None:
+    """Batch and space are split on two axes."""
+    who = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 16, 4, dtype=torch.float64)})
+    plan = search(who.traced.program, 4, quick_prices(4), SearchRequest(constraints=("data=2", "context=2")))
+    assert {axis for each in plan.strategies for axis in each.labels} == {"data", "context"}
+    assert_parity(who, plan)
+
+
+def test_a_batch_that_divides_is_not_split_in_space() -> None:
+    """Halos cost what a split of the batch does not; and what does not divide is no option."""
+    wide = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 16, 4, dtype=torch.float64)})
+    plan = search(wide.traced.program, 2, quick_prices(2), SearchRequest())
+    assert dims_split(plan) == [set()] * len(plan.layers)
+    plan = search(wide.traced.program, 4, quick_prices(4), SearchRequest())
+    assert {2} in dims_split(plan)
+
+
+def test_images_that_do_not_divide_are_refused_by_name() -> None:
+    with pytest.raises(ConstraintError, match=r"images of 32 x 16 do not divide over 3 devices"):
+        plan_of("unet", 3, "context=3")
