@@ -17,8 +17,8 @@ from autopar.ops.family import Buffers, Kernel, Types
 from autopar.program import Arg, KernelCollective, Op
 
 __all__ = [
-    "SPACE_DIMS", "Halo", "Halos", "halo_buffers", "halo_kernels", "halo_of", "per_dim", "space_dim", "space_factor",
-    "space_names",
+    "SPACE_DIMS", "Halo", "Halos", "halo_buffers", "halo_kernels", "halo_of", "nearer_shift", "per_dim", "space_dim",
+    "space_factor", "space_names",
 ]  # fmt: skip
 
 SPACE_DIMS = (2, 3, 4)
@@ -72,6 +72,12 @@ def per_dim(arg: Arg, count: int, default: int) -> tuple[int, ...]:
     found = tuple(number for number in numbers if isinstance(number, int))
     found = found * count if len(found) == 1 else found
     return found if len(found) == count else ()
+
+
+def nearer_shift(shift: int, size: int) -> int:
+    """The roll by `shift` rows of a dim of `size` rows in the direction in which it is fewer."""
+    forward = shift % size
+    return forward if 2 * forward <= size else forward - size
 
 
 def space_names(halos: Sequence[Halo | None], kernel: str) -> tuple[list[str], list[str]]:

@@ -6,10 +6,22 @@ Batch and channels split; space splits in pooling, in resizing by whole factors 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from autopar.ops.family import OpFamily, Rule, Types, argument, aten
-from autopar.ops.halos import SPACE_DIMS, Halo, halo_buffers, halo_kernels, halo_of, per_dim, space_factor, space_names
-from autopar.program import Op
+from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
+from autopar.ops.halos import (
+    SPACE_DIMS,
+    Halo,
+    halo_buffers,
+    halo_kernels,
+    halo_of,
+    nearer_shift,
+    per_dim,
+    space_factor,
+    space_names,
+)
+from autopar.ops.views import dim_names, text_of
+from autopar.program import KernelCollective, Op
 
 __all__ = ["FAMILIES"]
 
@@ -82,6 +94,46 @@ def _shuffled(op: Op, operand_types: Types, result_types: Types) -> str:
     return f"{dims} -> {dims}"
 
 
+def _roll(op: Op, operand_types: Types, result_types: Types) -> str:
+    """roll(x, shifts, dims): rolled dims stay whole, or split by a kernel in images ``[batch, ..., channels]``."""
+    shifts, shape = _shifts(op, operand_types), operand_types[0].shape
+    if not shifts or len(shape) < len(_ROLLED_DIMS) + 1 or not operand_types[0].is_floating:
+        return "*, #, @ -> * | plus 0"
+    dims = [dim for dim in shifts if dim in _ROLLED_DIMS and dim < len(shape) - 1]
+    names = dim_names(len(shape), *(dim for dim in shifts if dim not in dims))
+    remarks = ["plus 0", *(f"by {names[dim]} halo_roll{dim}" for dim in dims)]
+    return f"{text_of(names)} -> {text_of(names)} | {', '.join(remarks)}"
+
+
+def _shifts(op: Op, operand_types: Types) -> dict[int, int]:
+    """By how many rows each dim is rolled, in the direction in which it is fewer; {} if x is rolled as one row."""
+    shape = operand_types[0].shape
+    numbers = [argument(op, at, key, ()) for at, key in ((1, "shifts"), (2, "dims"))]
+    shifts, dims = (
+        [n for n in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(n, int)] for arg in numbers
+    )  # fmt: skip
+    if len(shifts) != len(dims) or not all(shape) or len({dim % len(shape) for dim in dims}) != len(dims):
+        return {}
+    return {
+        dim % len(shape): nearer_shift(shift, shape[dim]) for shift, dim in zip(shifts, dims, strict=True)
+    }  # fmt: skip
+
+
+def _roll_kernel(dim: int) -> Kernel:
+    """Rows that leave a slice are sent to the next one, or to the one before, and their gradients come back."""
+
+    def sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+        rows, dtype = abs(_shifts(op, operands).get(dim, 0)), operands[0].dtype
+        forward = KernelCollective("send", "forward", 0, (dim,), dtype, rows)
+        return (forward, replace(forward, phase="backward", is_of_gradient=True)) if rows else ()
+
+    def least(op: Op, operands: Types) -> int:
+        return abs(_shifts(op, operands).get(dim, 0))
+
+    return Kernel(sends, least=least, is_on_one_axis=True)
+
+
+_ROLLED_DIMS = (1, 2, 3)
 _POOL_DEFAULTS = ((3, "padding", 0), (4, "dilation", 1))
 _TABLE: Mapping[str, Rule | None] = {
     "avg_pool1d avg_pool2d avg_pool3d": _avg_pool,
@@ -105,7 +157,6 @@ _TABLE: Mapping[str, Rule | None] = {
     "im2col": "n c _ _ -> n c _",
     "col2im": "n c _ -> n c _ _",
     "flip": "*, @ -> * | plus 0",
-    "roll": "*, #, @ -> * | plus 0",
     "tril triu": "* _ _ -> * _ _ | plus 0",
 }
 
@@ -128,6 +179,7 @@ FAMILIES = (
         kernels=halo_kernels("halo_max_pool", _pool_halos),
         buffers=halo_buffers(_pool_halos),
     ),
+    OpFamily(aten({"roll": _roll}), kernels={f"halo_roll{dim}": _roll_kernel(dim) for dim in _ROLLED_DIMS}),
     OpFamily(aten(_TABLE)),
     OpFamily(aten({"pad constant_pad_nd": _pad}), fuses=True),
 )

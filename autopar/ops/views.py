@@ -152,12 +152,19 @@ def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
 
 
 def _slice(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """slice(x, dim, start, end, step): the dim splits only if the slice has all of it; the others do."""
+    """slice(x, dim, start, end, step): the dim splits if the slice has all of it, or every `step`-th of its rows; the
+    others do.
+
+    The last dim does not split by steps: in rotary embeddings, nothing that follows could use that.
+    """
     shape = operand_types[0].shape
     dim, start, end, step = (argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1)))
     if not isinstance(dim, int):
         return None
-    is_all = start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= shape[dim]))
+    to_end = end is None or (isinstance(end, int) and end >= shape[dim])
+    is_all = start in (0, None) and step == 1 and to_end
+    if isinstance(start, int) and isinstance(step, int) and to_end and dim % len(shape) < len(shape) - 1:
+        is_all |= 0 <= start < step and shape[dim] % step == 0
     names = dim_names(len(shape)) if is_all else dim_names(len(shape), dim)
     return _view(names, names)
 

@@ -330,6 +330,10 @@ def _in_space() -> list[Sample]:
         sample("upsample_nearest2d.vec", image, None, [2.0, 3.0]),
         sample("upsample_nearest2d.vec", image, None, [1.5, 2.0]),
         sample("group_norm", image, 2),
+        sample("roll", x(1, 12, 6, 4), [-2, 1], [1, 2]),
+        sample("roll", x(2, 4, 6, 3, 2), [3, 7, 1], [1, -3, 4]),
+        sample("slice.Tensor", x(1, 12, 6, 4), 1, 1, 2**63 - 1, 2),
+        sample("slice.Tensor", x(1, 12, 6, 4), 1, 2, 2**63 - 1, 2),
         sample("group_norm", x(2, 4, 4, 6) + 1e4, 2, x(4), None, 1e-3, tolerance=1e-7),
         sample("group_norm", x(4, 6), 3, x(6), x(6)),
     ]

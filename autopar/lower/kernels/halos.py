@@ -19,11 +19,11 @@ from torch.nn import functional
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.shards import Shards
-from autopar.ops.halos import SPACE_DIMS, Halo, halo_of, per_dim
+from autopar.ops.halos import SPACE_DIMS, Halo, halo_of, nearer_shift, per_dim
 
 __all__ = [
     "halo_convolution2", "halo_convolution3", "halo_convolution4", "halo_max_pool2", "halo_max_pool3", "halo_max_pool4",
-    "with_halo",
+    "halo_roll1", "halo_roll2", "halo_roll3", "with_halo",
 ]  # fmt: skip
 
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -109,8 +109,56 @@ def _halo_max_pool(
     return _MAX_POOLS[count](extended, sizes, strides, paddings, dilations)
 
 
+def _halo_roll(dim: int, shards: Shards, x: Tensor, shifts: Numbers, dims: Numbers = ()) -> Tensor:
+    """``roll`` of this device's slice of `x` in dim `dim`, which is one of `dims`.
+
+    Communicates a send of the rows that leave the slice, and backward one of their gradients, on the one axis of
+    `shards`.
+
+    Args:
+        dim: the dim of `x` that is split.
+        shards: of that dim.
+        x: this device's equal slice.
+        shifts: as in torch.
+        dims: as in torch; distinct.
+    """
+    pairs = {each % x.ndim: shift for shift, each in zip(_tuple(shifts), _tuple(dims), strict=True)}
+    shift = nearer_shift(pairs.pop(dim), x.shape[dim] * shards.count)
+    if len(shards.axes) > 1 or abs(shift) > x.shape[dim]:
+        raise ValueError(f"slices of {x.shape[dim]} rows on {len(shards.axes)} axes can't be rolled by {shift}")
+    rolled = torch.roll(x, list(pairs.values()), list(pairs)) if pairs else x
+    return call_function(_Roll, rolled, shards, dim, shift) if shift else rolled
+
+
+class _Roll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, dim: int, shift: int) -> Tensor:
+        ctx.shards, ctx.dim, ctx.shift = shards, dim, shift
+        return _rolled(x, shards, dim, shift)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        return _rolled(gradients[0], ctx.shards, ctx.dim, -ctx.shift), None, None, None
+
+
+def _rolled(x: Tensor, shards: Shards, dim: int, shift: int) -> Tensor:
+    """This device's slice of what `x` is a slice of, rolled by `shift` rows; the ring is closed as a roll is."""
+    stay = x.shape[dim] - abs(shift)
+    if shift > 0:
+        return torch.cat([_start(shards, x.narrow(dim, stay, shift), 1).wait(), x.narrow(dim, 0, stay)], dim)
+    return torch.cat([x.narrow(dim, -shift, stay), _start(shards, x.narrow(dim, 0, -shift), -1).wait()], dim)
+
+
 halo_convolution2, halo_convolution3, halo_convolution4 = (partial(_halo_convolution, dim) for dim in SPACE_DIMS)
+halo_roll1, halo_roll2, halo_roll3 = (partial(_halo_roll, dim) for dim in (1, 2, 3))
 halo_max_pool2, halo_max_pool3, halo_max_pool4 = (partial(_halo_max_pool, dim) for dim in SPACE_DIMS)
+
+
+def _tuple(arg: Numbers) -> tuple[int, ...]:
+    return (arg,) if isinstance(arg, int) else tuple(arg)
 
 
 def _numbers(arg: Numbers, count: int, default: int) -> list[int]:
