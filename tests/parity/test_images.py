@@ -72,8 +72,21 @@ def subject(name: str) -> Subject:
             image_size=32, hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2, num_labels=3
         )
         model: nn.Module = transformers.ConvNextForImageClassification(config)
-        # Its norm is written to run in float32.
         inputs = {"pixel_values": image, "labels": torch.tensor([1])}
+    elif name == "swin":
+        model = transformers.SwinForImageClassification(
+            transformers.SwinConfig(
+                image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4, num_labels=3,
+                drop_path_rate=0.0,
+            )
+        )  # fmt: skip
+        inputs = {"pixel_values": image[..., :16, :], "labels": torch.tensor([1])}
+    elif name == "resnet":
+        config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+        model, inputs = (
+            transformers.ResNetForImageClassification(config),
+            {"pixel_values": image, "labels": torch.tensor([1])},
+        )
     elif name == "stack":
         model, inputs = Stack(), {"image": image, "target": torch.tensor([2])}
     elif name == "unet":
@@ -96,7 +109,9 @@ def dims_split(plan: Plan) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
-@pytest.mark.parametrize("name", ["stack", "unet", "video", "convnext"])
+@pytest.mark.parametrize(
+    "name", ["stack", "unet", "video", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "resnet"))]
+)
 def test_one_image_trains_as_on_one_device(name: str, num_devices: int) -> None:
     plan = plan_of(name, num_devices, f"context={num_devices}")
     dim = 3 if name == "video" else 2
@@ -110,6 +125,22 @@ def test_one_image_trains_as_on_one_device(name: str, num_devices: int) -> None:
 
 def _parameter_bytes(name: str) -> int:
     return sum(parameter.nbytes for parameter in subject(name).model.parameters())
+
+
+@pytest.mark.slow
+def test_shifted_windows_train_as_on_one_device() -> None:
+    """Rolls exchange rows with neighbours; they are not gathered."""
+    who, plan = subject("swin"), plan_of("swin", 2, "context=2")
+    rolls = {
+        factors
+        for each in plan.layers
+        for op, factors in zip(
+            who.traced.program.kinds[each.kind].ops, plan.strategies[each.strategy].assignments, strict=True
+        )
+        if "roll" in op.target
+    }
+    assert rolls == {("d1",)}
+    assert_parity(who, plan)
 
 
 def test_two_images_on_four_devices() -> None:
