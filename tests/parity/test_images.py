@@ -161,5 +161,7 @@ def test_a_batch_that_divides_is_not_split_in_space() -> None:
 
 
 def test_images_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(ConstraintError, match=r"images of 32 x 16 do not divide over 3 devices"):
+    with pytest.raises(
+        ConstraintError, match="images of 32 x 16 do not divide over 3 devices in any dim that a convolution splits"
+    ):
         plan_of("unet", 3, "context=3")
