@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autopar.ops.declaration import TensorPattern, parse
 from autopar.ops.memory_order import PlaceResult, regrouped, same
 from autopar.ops.work import Work, default_work
-from autopar.program import Arg, KernelCollective, Op, TensorType
+from autopar.program import Arg, KernelCollective, Op, Option, TensorType
 
 __all__ = ["Buffers", "Kernel", "OpCall", "OpFamily", "Rule", "Types", "argument", "aten", "packet_name"]
 
@@ -45,6 +45,7 @@ class Kernel:
         travelling: the operands whose slices travel round a ring: a device computes with one slice after another while
             it receives the next one (by those of its collectives that are `is_ring`).
         is_on_one_axis: it runs on one axis only.
+        is_in_space: it splits images in space; where it does not run, its op may be cheap to run again.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
@@ -54,6 +55,7 @@ class Kernel:
     least: Callable[[Op, Types], int] = lambda op, operands: 1
     travelling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
+    is_in_space: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ class OpFamily:
     def keeps_order(self) -> bool:
         """Whether views of this family keep the order of their operand's elements."""
         return self.place in (regrouped, same)
+
+    def communicates(self, option: Option) -> bool:
+        """Whether a special kernel runs the option with collectives, other than for images that are split in space."""
+        kernel = self.kernels.get(option.kernel)
+        return bool(option.collectives) and not (kernel is not None and kernel.is_in_space)
 
     def draws(self, op: Op) -> bool:
         """Whether this call of an op of the family draws random numbers."""

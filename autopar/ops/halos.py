@@ -97,7 +97,10 @@ def halo_kernels(name: str, halos: Halos) -> dict[str, Kernel]:
     """
     return {
         f"{name}{dim}": Kernel(
-            partial(_exchanges, halos=halos, dim=dim), least=partial(_least, halos=halos, dim=dim), is_on_one_axis=True
+            partial(_exchanges, halos=halos, dim=dim),
+            least=partial(_least, halos=halos, dim=dim),
+            is_on_one_axis=True,
+            is_in_space=True,
         )
         for dim in SPACE_DIMS
     }
@@ -115,7 +118,7 @@ def halo_buffers(halos: Halos) -> Callable[[Op, Types, Types, Sequence[bool], bo
         x = operands[0]
         parts = ((halo.before + halo.after) / x.shape[dim] for dim, halo in _halos_by_dim(op, operands, halos))
         padded = x.num_bytes * (1.0 + max(parts, default=0.0))
-        keeps = len(operands) == 1 or trains[1]
+        keeps = trains[-1] if len(operands) == 1 else trains[1]  # pooling saves its input, a convolution for its weight
         return Buffers(forward=padded, backward=padded * trains[0], kept=padded * keeps)
 
     return buffers

@@ -127,7 +127,7 @@ FAMILIES = (
     ),
     OpFamily(
         aten({"group_norm": _group_norm}),
-        kernels={"space_group_norm": Kernel(_group_collectives)},
+        kernels={"space_group_norm": Kernel(_group_collectives, is_in_space=True)},
         buffers=_group_buffers,
         count_work=_work,
     ),

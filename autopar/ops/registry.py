@@ -164,7 +164,8 @@ def is_cheap(op: Op) -> bool:
     Never an op that a special kernel would communicate for again, nor one that draws random numbers: drawing them
     again needs the generator's state.
     """
-    return family_of(op.target).is_cheap and not (op.is_random or op.has_collectives)
+    family = family_of(op.target)
+    return family.is_cheap and not op.is_random and not any(map(family.communicates, op.options))
 
 
 def is_fused(op: Op) -> bool:

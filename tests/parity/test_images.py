@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.errors import ConstraintError
+from autopar.ops import is_cheap
 from autopar.ops.halos import space_dim
 from autopar.plan import Plan
 from autopar.search import SearchRequest, search
@@ -158,6 +159,15 @@ def test_a_batch_that_divides_is_not_split_in_space() -> None:
     assert dims_split(plan) == [set()] * len(plan.layers)
     plan = search(wide.traced.program, 4, quick_prices(4), SearchRequest())
     assert {2} in dims_split(plan)
+
+
+def test_what_is_not_split_in_space_is_cheap_to_run_again() -> None:
+    """A kernel that communicates is never run again, but the same op without it is."""
+    ops = [op for layer in subject("unet").traced.program.layers for op in layer.ops]
+    assert [is_cheap(op) for op in ops if op.target == "aten.group_norm.default"] == [True, True]
+    plan = plan_of("unet", 2, "context=2", "recompute=selective")
+    assert {2} in dims_split(plan)
+    assert_parity(subject("unet"), plan)
 
 
 def test_images_that_do_not_divide_are_refused_by_name() -> None:
