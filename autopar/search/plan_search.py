@@ -37,7 +37,7 @@ from autopar.search.plan_selection import (
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
-from autopar.search.space_splits import check_images, with_space
+from autopar.search.space_splits import can_add_space, check_images, with_space
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 
@@ -55,17 +55,32 @@ _FAR = 2.0
 def search(program: Program, world_size: int, prices: Prices, request: SearchRequest) -> Plan:
     """The fastest plan for `program` on `world_size` devices that fits and meets the request.
 
-    With `request.schedules`, plans with pipeline stages are considered too.
+    With `request.schedules`, plans with pipeline stages are considered too.  Splits of images in space are considered
+    if the batch does not divide over the devices, a constraint demands them, or nothing else fits.
 
     Raises:
         ConstraintError: a constraint can't be read, contradicts another, matches nothing or can't be met.
         InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.
         MissingPriceError: an op or collective has no price.
     """
+    try:
+        return _search(program, world_size, prices, request)
+    except HostMemoryError:
+        raise
+    except InfeasibleError:
+        if not can_add_space(program, world_size, request.constraints):
+            raise
+    return _search(program, world_size, prices, request, adds_space=True)
+
+
+def _search(
+    program: Program, world_size: int, prices: Prices, request: SearchRequest, *, adds_space: bool = False
+) -> Plan:
+    """`search`; with `adds_space`, splits in space are considered even if the batch divides over the devices."""
     started = time.perf_counter()
     constraints = parse_constraints(request.constraints, world_size)
     request = replace(request, training=_training_by(constraints, request.training))
-    layer_demands = with_space(program, demands_on(program, constraints), world_size)
+    layer_demands = with_space(program, demands_on(program, constraints), world_size, even_if_divides=adds_space)
     if not request.any_batch:
         check_images(program, layer_demands)
     _check_host(layer_demands, prices, request.training)

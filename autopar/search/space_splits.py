@@ -1,7 +1,8 @@
 """Which dim of images or videos a search may split in space, if any.
 
 Convolutions that are split in space exchange halos, which a split of the batch does not need.  So a search considers
-them only if the batch does not divide over the devices, or if a constraint demands `context`, and only in one dim.
+them only if the batch does not divide over the devices, if a constraint demands `context`, or if nothing else fits; and
+only in one dim.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ from autopar.errors import ConstraintError
 from autopar.ops import family_of
 from autopar.ops.halos import SPACE_DIMS, space_dim
 from autopar.program import Layer, Op, Option, Program
-from autopar.search.constraints import LayerDemands
+from autopar.search.constraints import LayerDemands, demands_on, parse_constraints
 from autopar.step.op_states import Allowed
 
-__all__ = ["check_images", "only_space", "with_space"]
+__all__ = ["can_add_space", "check_images", "only_space", "with_space"]
 
 
-def with_space(program: Program, demands: tuple[LayerDemands, ...], num_devices: int) -> tuple[LayerDemands, ...]:
-    """`demands` with the dim that may be split in space."""
-    dim = _best_dim(program, demands, num_devices)
+def with_space(
+    program: Program, demands: tuple[LayerDemands, ...], num_devices: int, *, even_if_divides: bool = False
+) -> tuple[LayerDemands, ...]:
+    """`demands` with the dim that may be split in space; `even_if_divides`: whether or not the batch does."""
+    left = num_devices if even_if_divides else num_devices // math.gcd(num_devices, program.batch_size)
+    dim = _best_dim(program, _demanded(demands) or _smallest_prime(left))
     return tuple(replace(each, space=dim) for each in demands) if dim else demands
 
 
-def _best_dim(program: Program, demands: Sequence[LayerDemands], num_devices: int) -> int:
-    """The dim in which ops with the most elements split; 0 if there is none, or if splitting the batch is enough.
+def can_add_space(program: Program, num_devices: int, constraints: Sequence[str]) -> bool:
+    """Whether a search that left out splits in space, as the batch divides over the devices, could consider them."""
+    demanded = _demanded(demands_on(program, parse_constraints(constraints, num_devices)))
+    is_left_out = not demanded and program.batch_size % num_devices == 0
+    return is_left_out and _best_dim(program, _smallest_prime(num_devices)) > 0
 
-    It must split over the demanded degree, or over the smallest factor of the devices that the batch leaves.
-    """
-    degree = _demanded(demands)
-    if not degree:
-        degree = _smallest_prime(num_devices // math.gcd(num_devices, program.batch_size))
+
+def _best_dim(program: Program, degree: int) -> int:
+    """The dim in which ops with the most elements split into `degree` slices; 0 if there is none, or for one slice."""
     if degree == 1:
         return 0
     elements: dict[int, int] = dict.fromkeys(SPACE_DIMS, 0)

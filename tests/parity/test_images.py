@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ops import is_cheap
 from autopar.ops.halos import space_dim
 from autopar.plan import Plan
@@ -159,6 +159,22 @@ def test_a_batch_that_divides_is_not_split_in_space() -> None:
     assert dims_split(plan) == [set()] * len(plan.layers)
     plan = search(wide.traced.program, 4, quick_prices(4), SearchRequest())
     assert {2} in dims_split(plan)
+
+
+def test_images_that_do_not_fit_are_split() -> None:
+    """Devices that have an image each run all of them one after the other, in slices, if that is what fits."""
+    who = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 64, 32, dtype=torch.float64)})
+    program = who.traced.program
+    whole = search(program, 2, quick_prices(2), SearchRequest(constraints=("tensor=1",)))
+    assert dims_split(whole) == [set()]
+    limit = int(0.8 * whole.peak_memory_bytes)
+    plan = search(program, 2, quick_prices(2), SearchRequest(limit, constraints=("tensor=1",)))
+    assert dims_split(plan) == [{2}]
+    assert plan.num_microbatches == 2
+    assert plan.peak_memory_bytes < limit
+    assert_parity(who, plan)
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        search(program, 2, quick_prices(2), SearchRequest(limit // 4, constraints=("tensor=1",)))
 
 
 def test_what_is_not_split_in_space_is_cheap_to_run_again() -> None:
