@@ -153,8 +153,18 @@ class LayerProblem:
 
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
-        """Those of the boundaries before and behind the layer."""
-        return boundary_policies(self.mesh, self.space)
+        """Those of the boundaries before and behind the layer.
+
+        With a dim that is split in space, only the first of those that give all inputs and outputs the same layouts: a
+        batch that divides over few devices leaves many alike.
+        """
+        every = boundary_policies(self.mesh, self.space)
+        if not self.space:
+            return every
+        first: dict[tuple[Layout, ...], Policy] = {}
+        for layouts, policy in zip(zip(*self._layouts_at_boundaries(every).values(), strict=True), every, strict=False):
+            first.setdefault(layouts, policy)
+        return tuple(first.values()) or every[:1]
 
     @cached_property
     def free_outputs(self) -> frozenset[str]:
@@ -221,9 +231,12 @@ class LayerProblem:
     @cached_property
     def boundary_layouts(self) -> dict[str, list[Layout]]:
         """The layouts in which inputs and outputs cross the boundary, per policy."""
+        return self._layouts_at_boundaries(self.policies)
+
+    def _layouts_at_boundaries(self, policies: tuple[Policy, ...]) -> dict[str, list[Layout]]:
         tensors = {n: self.view.value_type(self.flows[n]) for n in (*self.layer.inputs, *self.layer.outputs)}
         return {
-            name: [arrival_layout(self.program, name, policy, self.mesh, tensor) for policy in self.policies]
+            name: [arrival_layout(self.program, name, policy, self.mesh, tensor) for policy in policies]
             for name, tensor in tensors.items()
         }
 
