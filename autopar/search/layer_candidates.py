@@ -24,6 +24,7 @@ from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degree
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import Policy, storage_layout
+from autopar.search.space_splits import space_on_mesh
 from autopar.step.activation_policies import (
     activation_policy,
     matching_policies,
@@ -73,9 +74,10 @@ def layer_candidates(
     problems: list[LayerProblem] = []
     roles: list[AxisRoles] = []
     for mesh in meshes:
+        own = replace(demands, space=space_on_mesh(settings.program, layer, mesh, demands))
         for each in role_choices(mesh, demands):
-            allowed = allowed_options(settings.program, layer, mesh, demands, each, whole)
-            problems.append(LayerProblem(settings, layer, mesh, allowed, demands.space))
+            allowed = allowed_options(settings.program, layer, mesh, own, each, whole)
+            problems.append(LayerProblem(settings, layer, mesh, allowed, own.space))
             roles.append(each)
     known: dict[tuple[object, ...], list[_StoredVariant]] = {}
     variants: list[_Variant] = []

@@ -18,7 +18,7 @@ from autopar.program import Layer, Op, Option, Program
 from autopar.search.constraints import LayerDemands, demands_on, parse_constraints
 from autopar.step.op_states import Allowed
 
-__all__ = ["can_add_space", "check_images", "only_space", "with_space"]
+__all__ = ["can_add_space", "check_images", "only_space", "space_on_mesh", "with_space"]
 
 
 def with_space(
@@ -50,6 +50,24 @@ def _best_dim(program: Program, degree: int) -> int:
                 needs_halos |= bool(option.kernel)
     # Where patches alone are split, tokens are as well, without regard to images.
     return max(elements, key=lambda dim: elements[dim]) if needs_halos else 0
+
+
+def space_on_mesh(program: Program, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands) -> int:
+    """The dim that may be split in space on this mesh; 0 for none.
+
+    Where all devices can share an image in slices of one axis, and the batch splits on none, several axes add choices
+    (space with channels) that were not chosen and made planning longer: of a ResNet with one image on 8 devices, 24
+    seconds of CPU instead of 14.
+    """
+    num_devices, has_axes = math.prod(mesh), sum(size > 1 for size in mesh) > 1
+    if not has_axes or any(degree > 1 for _, degree in demands.degrees) or not demands.space:
+        return demands.space
+    is_enough = all(
+        option.extent % num_devices == 0
+        for _, option in _options_in_space(layer)
+        if space_dim(option.factor) == demands.space
+    )
+    return 0 if is_enough and math.gcd(program.batch_size, num_devices) == 1 else demands.space
 
 
 def _smallest_prime(number: int) -> int:
