@@ -105,18 +105,18 @@ def _what_helps(advice: Advice) -> str:
     gains += [
         (row.change, row.plan.samples_per_step / row.plan.step_time_s / rate - 1) for row in advice.helps if row.plan
     ]
-    found = [
+    parts = [
         f"{text} {gain:+.1%} rows/s" for text, gain in sorted(gains, key=lambda pair: -pair[1]) if gain >= _WORTH_IT
     ]
     little = [text for text, gain in gains if gain < _WORTH_IT]
     if little:
-        found.append(f"less than {_WORTH_IT:.0%}: {', '.join(little)}")
+        parts.append(f"less than {_WORTH_IT:.0%}: {', '.join(little)}")
     problems: dict[str, list[str]] = {}
     for row in advice.helps:
         if row.plan is None:
             problems.setdefault(row.problem, []).append(row.change)
-    found += [f"{', '.join(changes)}: {problem}" for problem, changes in problems.items()]
-    return " · ".join(found) or "not searched"
+    parts += [f"{', '.join(changes)}: {problem}" for problem, changes in problems.items()]
+    return " · ".join(parts) or "not searched"
 
 
 def _script(advice: Advice, saved: str | None) -> Iterator[str]:

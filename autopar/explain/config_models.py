@@ -146,10 +146,10 @@ class _Asked:
 
     def length(self) -> int:
         """Tokens of a row."""
-        found = self.sequence or getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(found, int) or found < 1:
+        length = self.sequence or getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(length, int) or length < 1:
             raise QuestionError(f"{str(self.path)!r} says nothing of the sequence length: add --seq 4096")
-        return found
+        return length
 
     def ids(self, *shape: int) -> Tensor:
         return torch.empty(self.rows, *shape, dtype=torch.int64, device="meta")

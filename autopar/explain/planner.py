@@ -97,7 +97,7 @@ class Planner:
             plan = FamilyPlanner(lengths, trace, find, prices, request).family(plan, whole)
             program = as_decided(whole, plan.decisions)
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean
-            note = f"{cut:.1%} of the tokens of --lengths are behind a row's {lengths.longest:,}, and count as cut"
+            note = f"{cut:.1%} of the tokens of --lengths are beyond a row's {lengths.longest:,}, and count as cut"
             plan = replace(plan, notes=(*plan.notes, note) if cut > 0 else plan.notes)
         training = request.training.running(compiled=plan.compiled)
         return Answer(question, plan, program, prices, training, tuple(considered))

@@ -26,7 +26,7 @@ _SHORT = {
     "recompute": "recomp.",
     "optimizer": "optim.",
 }
-_HIDDEN = {"overlapped communication": "of it overlapped or joined"}
+_HIDDEN = {"overlapped communication": "of it overlapped or merged"}
 
 
 def kind_name(layers: Sequence[str]) -> str:
@@ -87,7 +87,7 @@ def forced_table(rows: Sequence[Alternative], plan: Plan) -> Table:
 
 def what_if_table(rows: Sequence[Alternative], plan: Plan) -> Table:
     """The plans of what-ifs below the first one."""
-    every = [Alternative("as asked", plan), *rows]
+    every = [Alternative("as given", plan), *rows]
     return _alternatives("What if", "what if", every, "vs. plan", _versus(plan))
 
 

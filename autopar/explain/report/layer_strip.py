@@ -110,7 +110,9 @@ def layer_table(plan: Plan) -> Table:
     has_stages = bool(plan.stages) and all(stage_of[layers[0]] == stage_of[layers[-1]] for layers in rows)
     columns = ("layers", "number", "axes", "storage", "recompute", "ms per layer", "memory per layer")
     cells = [((count(stage_of[layers[0]]),) if has_stages else ()) + _cells(plan, layers) for layers in rows]
-    return Table("Layers that run alike, per device", (*(("stage",) if has_stages else ()), *columns), tuple(cells))
+    return Table(
+        "Layers that run the same program, per device", (*(("stage",) if has_stages else ()), *columns), tuple(cells)
+    )
 
 
 def _cells(plan: Plan, layers: Sequence[int]) -> tuple[Cell, ...]:
