@@ -119,6 +119,6 @@ def _note(plan: Plan, program: Program, gain: float) -> str:
     ops = [len(program.kinds[planned.kind].ops) for planned in {(p.kind, p.strategy): p for p in plan.layers}.values()]
     compile_s = sum(_PROGRAM_S + _OP_S * count for count in ops)
     return (
-        f"compiled layers: by prediction {gain:.2f}x as fast as this plan is eagerly; compiling takes about "
+        f"compiled layers: predicted to run {gain:.2f}x as fast as eager ones; compiling takes about "
         f"{compile_s:.0f} s once, for {len(ops)} layer programs"
     )

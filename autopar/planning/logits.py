@@ -47,8 +47,8 @@ def search_plan(
     """
     gaps = Gaps()
     program = splittable(program, request, num_devices)
-    found = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
-    return noted(gaps.fill_in(found), program)
+    plan = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
+    return noted(gaps.fill_in(plan), program)
 
 
 def _search_plan(
@@ -93,10 +93,10 @@ def _search_plan(
     made = in_pieces(program, PIECE_TOKENS)
     with suppress(InfeasibleError):
         # Whole logits may be what left no room for what compiled layers keep, so the choice is open again.
-        found = search(made, plan.compiled or compiled, preferred_s(plan) / _WORTH_IT)
-        gain = preferred_s(plan) / preferred_s(found)
+        in_pieces_plan = search(made, plan.compiled or compiled, preferred_s(plan) / _WORTH_IT)
+        gain = preferred_s(plan) / preferred_s(in_pieces_plan)
         if gain >= _WORTH_IT:
-            return _noted(found, made, f"; by prediction {gain:.2f}x as fast as with whole logits")
+            return _noted(in_pieces_plan, made, f"; predicted {gain:.2f}x as fast as with whole logits")
     return plan
 
 

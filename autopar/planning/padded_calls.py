@@ -87,10 +87,10 @@ def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram,
 
     def length_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        found = {x.shape[1] for x in tensors if x.dim() == 2}
-        if len(found) != 1 or any(x.dim() != 2 for x in tensors) or min(found) not in sizes:
+        lengths = {x.shape[1] for x in tensors if x.dim() == 2}
+        if len(lengths) != 1 or any(x.dim() != 2 for x in tensors) or min(lengths) not in sizes:
             raise InputShapeError(f"the plan was made for texts of {sizes[0]} to {sizes[-1]} places")
-        return found.pop()
+        return lengths.pop()
 
     def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         length = length_of(args, kwargs)

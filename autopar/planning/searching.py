@@ -25,8 +25,8 @@ def search_setup(program: Program, world_size: int, setup: Setup) -> Plan:
         InfeasibleError: nothing fits.
     """
     with phase(f"searching for a plan for {world_size} devices"):
-        found = _search(program, world_size, setup)
-    return finish(found, program, setup)
+        plan = _search(program, world_size, setup)
+    return finish(plan, program, setup)
 
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
@@ -38,20 +38,20 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     )  # fmt: skip
 
 
-def finish(found: Plan, program: Program, setup: Setup) -> Plan:
-    """`found` with what took how long, what another precision would bring, and its family for other lengths."""
+def finish(plan: Plan, program: Program, setup: Setup) -> Plan:
+    """`plan` with what took how long, what another precision would bring, and its family for other lengths."""
     prices = setup.prices
     assert prices is not None
-    found = replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+    plan = replace(plan, planning_s=(("trace", setup.trace_s), *plan.planning_s))
     if setup.dtype is None:
-        found = with_speedup(found, as_decided(program, found.decisions), prices, setup.training)
+        plan = with_speedup(plan, as_decided(program, plan.decisions), prices, setup.training)
     if setup.lengths is None or setup.trace_rows is None:
-        return found
+        return plan
     planner = FamilyPlanner(
-        setup.lengths, setup.trace_rows, lambda own: _search(own, found.world_size, setup), prices, request_of(setup),
+        setup.lengths, setup.trace_rows, lambda own: _search(own, plan.world_size, setup), prices, request_of(setup),
         setup.time_layers,
     )  # fmt: skip
-    return planner.family(found, program)
+    return planner.family(plan, program)
 
 
 def request_of(setup: Setup) -> SearchRequest:
