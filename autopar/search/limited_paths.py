@@ -45,9 +45,9 @@ def limited_path(chain: Chain, limit_bytes: float) -> Indices | None:
         labels = _Labels(chain, limit_bytes - chain.fixed_bytes - cap, cap, best_s)
         if labels.allowed_bytes < labels.smallest.sum():
             continue
-        found = labels.run()
-        if found is not None:
-            best_s, best = found
+        improved = labels.run()
+        if improved is not None:
+            best_s, best = improved
     return best
 
 

@@ -203,8 +203,8 @@ def _note_stages(plan: Plan, fastest: Plan) -> str:
     if plan.stages or gain < _WORTH_A_NOTE:
         return ""
     return (
-        f"pipeline stages would be {gain:.1%} faster by prediction, which is less than its error; "
-        f"pipeline={fastest.num_groups} asks for them"
+        f"pipeline stages would be {gain:.1%} faster by prediction, which is within the error of predictions; "
+        f"pipeline={fastest.num_groups} forces them"
     )
 
 
@@ -243,7 +243,7 @@ def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes:
         raise HostMemoryError(f"no plan fits: {short}")
     if too_large:
         raise InfeasibleError(
-            f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline "
-            f"that came near takes {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
+            f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: the smallest pipeline that was "
+            f"simulated needs {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
             "allow more memory"
         )

@@ -134,8 +134,8 @@ class SingleStageSearch:
         if self.searched and not any(_adds(paths, self.searched) for paths in self._last):
             return False
         self.searched += self._last
-        found = [paths.fastest_fitting(self._limit_bytes) for paths in self._last]
-        self._fastest_fitting.append((min(each[0] for each in found), min(each[1] for each in found)))
+        fastest = [paths.fastest_fitting(self._limit_bytes) for paths in self._last]
+        self._fastest_fitting.append((min(each[0] for each in fastest), min(each[1] for each in fastest)))
         return True
 
     def _is_settled(self, rival_s: float) -> bool:

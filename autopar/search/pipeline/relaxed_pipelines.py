@@ -55,11 +55,11 @@ def takes_longer(
     tables: CostTables, shape: Shape, actions: ScheduleActions, seconds: float, cuts: Sequence[int] = ()
 ) -> bool:
     """Whether every pipeline that fits is known to take so many seconds; arguments as of `relaxed_bounds`."""
-    found = 0.0
-    for found in relaxed_bounds(tables, shape, actions, _AIM * seconds, cuts):
-        if found >= seconds or found < _HOPELESS * seconds:
+    bound_s = 0.0
+    for bound_s in relaxed_bounds(tables, shape, actions, _AIM * seconds, cuts):
+        if bound_s >= seconds or bound_s < _HOPELESS * seconds:
             break
-    return found >= seconds
+    return bound_s >= seconds
 
 
 def relaxed_bounds(
@@ -83,23 +83,23 @@ def relaxed_bounds(
     yield best_s
     if 0 < best_s < enough_s:
         nearer = problem.first(best_s)  # shares for about the seconds that can be had
-        value, *found = problem.value(nearer)
+        value, *gradient = problem.value(nearer)
         if value > best_s:
-            best_s, best, best_slopes = value, nearer, found
+            best_s, best, best_slopes = value, nearer, gradient
             yield best_s
     while 0 < best_s < enough_s and best[1].any():  # memory is worth more: far more, where next to nothing fits
         dearer = best[0], 2 * best[1]
-        value, *found = problem.value(dearer)
+        value, *gradient = problem.value(dearer)
         if value <= best_s * (1 + _NEARLY):
             break
-        best_s, best, best_slopes = value, dearer, found
+        best_s, best, best_slopes = value, dearer, gradient
         yield best_s
     slopes = best_slopes
     at, hope, misses = best, 1.0, 0
     for _ in range(_STEPS if best_s < enough_s else 0):
         at = problem.moved(at, slopes, hope * (enough_s - best_s), enough_s)
-        value, *found = problem.value(at)
-        slopes = found
+        value, *gradient = problem.value(at)
+        slopes = gradient
         misses = 0 if value > best_s else misses + 1
         if value > best_s:
             best_s, best, best_slopes = value, at, slopes
@@ -394,13 +394,13 @@ class _Pass:
 
     def _skips(self) -> dict[int, Array]:
         """By reader, ``[stage, state]``: the least that it takes to bring what skips layers."""
-        found: dict[int, Array] = {}
+        least_s: dict[int, Array] = {}
         for skip in self.tables.skips:
             states = np.unique(self.tables.layers[skip.producer].state_out)
             least = np.outer(self.ahead, skip.forward_s[states].min(axis=0))
             least += np.outer(self.back, skip.backward_s[states].min(axis=0))
-            found[skip.reader] = found.get(skip.reader, 0.0) + least
-        return found
+            least_s[skip.reader] = least_s.get(skip.reader, 0.0) + least
+        return least_s
 
     def _tied(self, index: int) -> Array:
         return self.once * self.problem.tied_s[index] + self.price * self.problem.tied_bytes[index]
