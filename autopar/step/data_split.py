@@ -39,11 +39,11 @@ class DataSplit:
 
     def rank_of(self, rank: int) -> int:
         """Which of these parts global `rank` has."""
-        found = 0
+        data_rank = 0
         for axis, placement in zip(mesh_axes(self.mesh), self.layout, strict=True):
             if placement.is_shard:
-                found = found * axis.size + axis.coordinate(rank)
-        return found
+                data_rank = data_rank * axis.size + axis.coordinate(rank)
+        return data_rank
 
 
 def batch_inputs(program: Program) -> tuple[str, ...]:
@@ -97,5 +97,5 @@ def _follow(op: Op, batch_dims: dict[str, int]) -> None:
     wanted = [(index, shard(dim)) for index, dim in _batched_operands(op, batch_dims)]
     for option in options_of(op):
         if any(option.operands[index] == placement for index, placement in wanted):
-            found = zip(op.results, option.results, strict=True)
-            batch_dims.update({name: placement.dim for name, placement in found if placement.is_shard})
+            results = zip(op.results, option.results, strict=True)
+            batch_dims.update({name: placement.dim for name, placement in results if placement.is_shard})

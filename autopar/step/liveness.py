@@ -256,11 +256,11 @@ class _Liveness:
         if dropped:
             together = min(first[key] for key in dropped)
             first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_rerun(dropped, policy)), together)
-        found: dict[int, list[TensorKey]] = {}
+        last_reads: dict[int, list[TensorKey]] = {}
         for key, number in first.items():
             if key not in self.arrived:
-                found.setdefault(number, []).append(key)
-        return found
+                last_reads.setdefault(number, []).append(key)
+        return last_reads
 
 
 def _is_rerun(node: TensorNode, policy: ActivationPolicy) -> bool:

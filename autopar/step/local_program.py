@@ -157,9 +157,9 @@ class _Builder:
             return target
         if not (is_whole and time.is_shard) or value.requires_grad:
             raise PlanMismatchError(
-                f"layer {self.local.layer.name}: microbatches can't take {value.name} from {place.time} to {time} in "
-                f"time, because that needs other microbatches: choose other factors in time for the ops that read it "
-                "or make it, or plan again"
+                f"layer {self.local.layer.name}: microbatches can't convert {value.name} from {place.time} to {time} "
+                f"in time, because that needs other microbatches: choose other factors in time for the ops that read "
+                "it or make it, or plan again"
             )
         # Time is outside all devices: microbatch m of a shard is not the shard of microbatch m.
         whole = self._move(source, tuple(REPLICATE if p == time else p for p in place.layout), purpose, before)
@@ -173,7 +173,7 @@ class _Builder:
             shape = local_shape(tensor.shape, layout, self.local.mesh)
         except (ValueError, IndexError) as error:
             raise PlanMismatchError(
-                f"layer {self.local.layer.name}: {value.name} can't be laid out so: {error}"
+                f"layer {self.local.layer.name}: {value.name} can't have this layout: {error}"
             ) from error
         return self._append(LocalValue(value, layout, time, TensorType(shape, tensor.dtype)))
 

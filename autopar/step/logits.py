@@ -62,14 +62,14 @@ def _regions(program: Program) -> tuple[_Region, ...]:
     if not (program.training and program.loss) or program.piece_tokens:
         return ()
     alone = {kind.kind for kind in program.kinds} - _repeated(program)
-    found = (
+    regions = (
         _region(program, index, op)
         for index, layer in enumerate(program.layers)
         if layer.kind in alone
         for op in layer.ops
         if op.target == _LOSS and program.values[op.results[0]].requires_grad
     )
-    return tuple(region for region in found if region is not None)
+    return tuple(region for region in regions if region is not None)
 
 
 def _repeated(program: Program) -> set[int]:

@@ -268,7 +268,7 @@ def shared_costs(
     program: Program, shared: SharedStorage, prices: Prices, training: TrainingSpec, num_devices: int, num_groups: int
 ) -> dict[str, SharedCost]:
     """What each shared parameter takes on a device group (of `num_devices`) that reads it."""
-    found: dict[str, SharedCost] = {}
+    costs: dict[str, SharedCost] = {}
     for name, (mesh, layout) in shared.items():
         value = program.values[name]
         trains = value.requires_grad and training.is_training
@@ -279,5 +279,5 @@ def shared_costs(
             step_s = parameter_step_s(value, mesh, layout, rate_s, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
-        found[name] = SharedCost(step_s, own.held(0), exchange_s)
-    return found
+        costs[name] = SharedCost(step_s, own.held(0), exchange_s)
+    return costs

@@ -84,4 +84,4 @@ def _output_places(program: Program, kept: dict[int, tuple[Op, ...]]) -> dict[in
         leaving = [name for name in layer.outputs if name in made and (name in read or name in needed)]
         leaving += [name for name in made if name in needed and name not in layer.outputs]
         places.setdefault(layer.kind, {}).update(dict.fromkeys(made[name] for name in leaving))
-    return {kind: list(found) for kind, found in places.items()}
+    return {kind: list(pairs) for kind, pairs in places.items()}
