@@ -259,13 +259,13 @@ class Communicator:
         }  # fmt: skip
 
         def finish() -> Tensor:
-            found = [
+            rows = [
                 parts[own] if source == own else coming[source].wait() if source in coming else x[:0]
                 for source in range(axis.size)
             ]
             for each in sending:
                 each.wait()
-            return torch.cat(found)
+            return torch.cat(rows)
 
         return Handle(finish)
 

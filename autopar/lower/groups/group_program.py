@@ -89,8 +89,8 @@ class GroupProgram:
             loss = executor.make_output(loss_name, values[loss_name]) * weight
         values.clear()
         wanted = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
-        found = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True) if wanted else ()
-        for name, gradient in zip(wanted, found, strict=True):
+        computed = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True) if wanted else ()
+        for name, gradient in zip(wanted, computed, strict=True):
             total = self._gradients.get(name)
             self._gradients[name] = gradient if total is None else total.add_(gradient)
         return loss.detach()

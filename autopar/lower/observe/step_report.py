@@ -194,7 +194,7 @@ def _write_page(path: str | Path, report: StepReport) -> None:
         ratio = report.measured.step_s / report.predicted.step_s
         cards.append(("predicted-step", "Step predicted, ms", milliseconds(report.predicted.step_s), "simulated"))
         cards.append(("ratio", "Measured to predicted", Number(ratio, digits(ratio)), "1 is as predicted"))
-        verdict = f"the step takes {ratio:.2f} times what was predicted"
+        verdict = f"the step is {ratio:.2f} times as long as predicted"
     about = (f"device group {report.group}", f"{len(report.layers)} layers on this rank")
     page = render_page(
         "A step, predicted and measured", report.headline, cards, verdict, about, tuple(_sections(report))
@@ -212,10 +212,10 @@ def _spread(report: StepReport) -> str:
 
 def _sections(report: StepReport) -> Iterator[Section]:
     yield Section("streams-section", "Streams", (), (), (_stream_table(report),))
-    text = "Each cell is predicted and measured, in ms; layers that run alike are added up."
+    text = "Each cell is predicted and measured, in ms; layers that run the same program are summed."
     yield Section("layers-section", "Layers", (text,), (), tuple(_layer_tables(report)))
     if report.kernels:
-        text = "Of one more step, under torch.profiler, which takes time itself: the shares are what counts."
+        text = "From one more step under torch.profiler, which slows it down: only the shares are meaningful."
         yield Section("kernels-section", "Kernels", (text,), (), tuple(_kernel_tables(report)))
     yield _step_section(report)
 

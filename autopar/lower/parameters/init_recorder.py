@@ -245,12 +245,12 @@ class _Player:
 
     def _following(self) -> list[dict[int, _Note | None]]:
         """Per note and memory that it touches, the next note that does."""
-        found: list[dict[int, _Note | None]] = []
+        following: list[dict[int, _Note | None]] = []
         latest: dict[int, _Note] = {}
         for note in reversed(self._notes):
-            found.append({key: latest.get(key) for key in note.touched})
+            following.append({key: latest.get(key) for key in note.touched})
             latest.update(dict.fromkeys(note.touched, note))
-        return found[::-1]
+        return following[::-1]
 
     def _run(self, note: _Note) -> None:
         args, kwargs = map_leaves(self._value, (note.args, dict(note.kwargs)))

@@ -245,11 +245,11 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _member(model: nn.Module, name: str) -> Tensor:
     path, _, last = name.rpartition(".")
     tables = module_tables(model.get_submodule(path))
-    found = tables.parameters.get(last)
-    found = tables.buffers.get(last) if found is None else found
-    if found is None:
+    tensor = tables.parameters.get(last)
+    tensor = tables.buffers.get(last) if tensor is None else tensor
+    if tensor is None:
         raise MaterializationError(f"the initialisation of the model removes {name!r}, which has to get a value")
-    return found.detach()
+    return tensor.detach()
 
 
 @contextmanager

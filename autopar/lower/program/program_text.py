@@ -66,10 +66,10 @@ class LoweredProgram:
 
     def _users(self) -> list[list[LayerRunner]]:
         """The layers that run one program, for each."""
-        found: dict[int, list[LayerRunner]] = {}
+        users: dict[int, list[LayerRunner]] = {}
         for runner in self.runners:
-            found.setdefault(id(runner.program), []).append(runner)
-        return list(found.values())
+            users.setdefault(id(runner.program), []).append(runner)
+        return list(users.values())
 
     def _describe(self, users: Sequence[LayerRunner]) -> Iterator[str]:
         runner = users[0]
@@ -92,7 +92,7 @@ class LoweredProgram:
         yield f"# ---- {names} ".ljust(120, "-")
         yield f"# mesh {labels}; ZeRO {strategy.zero}; recompute {strategy.recompute}"
         if strategy.pieces:
-            yield f"# collectives in pieces beside products: {strategy.pieces_name}"
+            yield f"# collectives in pieces, overlapped with products: {strategy.pieces_name}"
         cost = self._cost(users[0])
         if cost is not None:
             yield (

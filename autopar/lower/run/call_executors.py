@@ -146,10 +146,10 @@ class CallExecutors:
             ModelError: an attribute that forward reads is an object now.
         """
         self.attributes.check()
-        found = self._look_up(args, kwargs, is_training=is_training, part=part)
-        if found is None:
+        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        if known is None:
             return None
-        call, executor, tensors = found
+        call, executor, tensors = known
         call.calls += 1
         if is_training and not part:
             self.last_trained = executor
@@ -183,8 +183,8 @@ class CallExecutors:
             InputShapeError: the model can't be called so.
             AutoparError: it can't be traced or planned, or the module was lowered for training only.
         """
-        found = self._look_up(args, kwargs, is_training=is_training, part=part)
-        return self._make_known(args, kwargs, self._mode(is_training), part) if found is None else found[0]
+        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        return self._make_known(args, kwargs, self._mode(is_training), part) if known is None else known[0]
 
     def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> PlannedCall:
         started_s = time.perf_counter()

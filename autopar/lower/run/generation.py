@@ -61,8 +61,8 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     asked = [name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None]
     if asked:
         raise ModelError(
-            f"generate({asked[0]}=...) needs a cache that a parallelized model has not: pass input_ids alone, or load "
-            "full_state_dict() into the original model, and call its generate()"
+            f"generate({asked[0]}=...) needs a cache that a parallelized model does not have: pass input_ids alone, or "
+            "load full_state_dict() into the original model, and call its generate()"
         )
     if not hasattr(self, "_prepare_cache_for_generation"):
         kwargs["use_cache"] = False
@@ -160,6 +160,6 @@ def _why_no_cache(model: Any, root: Any, generation_config: Any, arguments: Mapp
         "its class does not say that a cache of fixed size works (_can_compile_fullgraph)": not getattr(
             model, "_can_compile_fullgraph", False
         ),
-        f"{', '.join(asked)} was asked for": bool(asked),
+        f"{', '.join(asked)} was passed": bool(asked),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

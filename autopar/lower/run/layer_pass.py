@@ -158,6 +158,6 @@ def _forget_data(leaf: Tensor) -> None:
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:
     """What the list held: it is empty now, so that nobody else holds them."""
-    found = list(gradients)
+    taken = list(gradients)
     gradients.clear()
-    return found
+    return taken

@@ -58,11 +58,11 @@ class ModuleState(nn.Module):
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateDict()
         untyped: Any = super()
-        found = untyped.state_dict(*args, **kwargs)
-        notes, own = getattr(found, "_metadata", None), kwargs.get("prefix", "")[:-1]
-        if notes and not isinstance(found, StateDict) and own in notes:  # the state of a module around this one
+        state = untyped.state_dict(*args, **kwargs)
+        notes, own = getattr(state, "_metadata", None), kwargs.get("prefix", "")[:-1]
+        if notes and not isinstance(state, StateDict) and own in notes:  # the state of a module around this one
             notes[own] = SliceMetadata(notes[own])
-        return found
+        return state
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it.
@@ -72,14 +72,14 @@ class ModuleState(nn.Module):
         """
         self._enter("full_state_dict {}", lambda: (None, ()))
         own = super().state_dict(keep_vars=True)
-        found: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         for name in state_names(self, self._store.stored):
             first = self._store.first_name.get(name, name)
-            if first not in found:
+            if first not in tensors:
                 whole = self._whole(name, own.get(name))
-                found[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
-            found[name] = found[first]
-        return {name: whole for name, whole in found.items() if whole is not None}
+                tensors[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
+            tensors[name] = tensors[first]
+        return {name: whole for name, whole in tensors.items() if whole is not None}
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, rank: int | None = None) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole plain tensors, on every rank.  Every rank must call it.

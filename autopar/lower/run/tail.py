@@ -63,8 +63,8 @@ class Tail:
         leaves = {name: values[name].detach().requires_grad_() for name in trained}
         with torch.enable_grad():
             made = self.run({**values, **leaves})
-        found: Any = torch.autograd.grad(made[program.loss], list(leaves.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        computed: Any = torch.autograd.grad(made[program.loss], list(leaves.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(trained, computed, strict=True) if g is not None}
         return {name: x.detach() for name, x in made.items()}, gradients
 
     def _buffer(self, name: str) -> Tensor:
