@@ -99,10 +99,10 @@ def reading_last_entry(program: Program, last: Mapping[str, int]) -> Program:
     values[_LAST] = Value(_LAST, TensorType((1,), "int64"), "input", False)
     layers: list[Layer] = []
     for layer in program.layers:
-        found = [op for op in layer.ops if op.name in last]
-        if found and sum(other.kind == layer.kind for other in program.layers) > 1:
-            raise NotAlikeError(f"{found[0].source}: every layer takes the last entry")
-        layers.append(_changed(layer, last, values) if found else layer)
+        readers = [op for op in layer.ops if op.name in last]
+        if readers and sum(other.kind == layer.kind for other in program.layers) > 1:
+            raise NotAlikeError(f"{readers[0].source}: every layer takes the last entry")
+        layers.append(_changed(layer, last, values) if readers else layer)
     if any(op.name in last for op in program.hoisted):
         raise NotAlikeError("the last entry of a buffer is taken")
     text = f"{program.fingerprint} {sorted(last.items())}"

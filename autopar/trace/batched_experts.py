@@ -189,19 +189,19 @@ class _Search:
 
     def _slice(self, result: str, given: set[str]) -> Iterator[Op]:
         """The ops that compute the result from what is given, in order."""
-        needed, found = {result}, set[str]()
+        needed, chosen = {result}, set[str]()
         for op in reversed(self.graph.ops):
             if not needed.isdisjoint(op.results):
-                found.add(op.name)
+                chosen.add(op.name)
                 needed.update(name for name in op.operands if name not in given)
-        return (op for op in self.graph.ops if op.name in found)
+        return (op for op in self.graph.ops if op.name in chosen)
 
 
 def _alive(body: list[Op], result: str) -> Iterator[Op]:
     """The ops that the result depends on."""
-    needed, found = {result}, set[int]()
+    needed, alive = {result}, set[int]()
     for index in range(len(body) - 1, -1, -1):
         if not needed.isdisjoint(body[index].results):
-            found.add(index)
+            alive.add(index)
             needed.update(body[index].operands)
-    return (op for index, op in enumerate(body) if index in found)
+    return (op for index, op in enumerate(body) if index in alive)

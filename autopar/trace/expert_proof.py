@@ -151,8 +151,8 @@ def _with_kept(graph: Graph, region: Region, width: InnerWidth) -> InnerWidth:
 
 
 def _gradients(result: Tensor, wanted: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    found: Sequence[Any] = torch.autograd.grad(result, wanted, seed, allow_unused=True)
-    pairs: Any = zip(wanted, found, strict=True)
+    gradients: Sequence[Any] = torch.autograd.grad(result, wanted, seed, allow_unused=True)
+    pairs: Any = zip(wanted, gradients, strict=True)
     return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
 

@@ -73,8 +73,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    found = torch.ops.autopar_traced.plain_grouped_product_backward(gradient.contiguous(), *ctx.saved_tensors)
-    return (*found, None)
+    gradients = torch.ops.autopar_traced.plain_grouped_product_backward(gradient.contiguous(), *ctx.saved_tensors)
+    return (*gradients, None)
 
 
 def _like(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

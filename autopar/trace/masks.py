@@ -84,16 +84,16 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | Non
     if len(shape) < 2 or shape[-2] != num_rows:  # one row for all can't be causal
         is_full = all(bool(visibility(part)[0].all()) for *_, part in evaluator.blocks(name))
         return _Form(is_causal=False) if is_full else None
-    found = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
-    if found is None:
+    form = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
+    if form is None:
         parts: list[tuple[Tensor, Tensor]] = []
         for *_, part in evaluator.blocks(name):
             each = _intervals(part)
             if each is None:
                 return None
             parts.append(each)
-        found = torch.cat([first for first, _ in parts]), torch.cat([stop for _, stop in parts])
-    return _form_of(found[0], found[1], num_columns)
+        form = torch.cat([first for first, _ in parts]), torch.cat([stop for _, stop in parts])
+    return _form_of(form[0], form[1], num_columns)
 
 
 def _form_of(first: Tensor, stop: Tensor, columns: int) -> _Form | None:
