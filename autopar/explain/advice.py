@@ -1,4 +1,4 @@
-"""What to do with a model on a cluster, in ten lines: the plan, why, the next best, what would help, how to run it."""
+"""A recommendation in ten lines: the plan, why, the next best, what would help, and how to run it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def advise(planner: Planner, question: Question, budget_s: float) -> Advice:
 
     Raises:
         InfeasibleError: nothing fits.
-        AutoparError: the target, or what is asked of it, can't be used.
+        AutoparError: the target or the question can't be used.
     """
     answer = planner.answer(question)
     alike = question
@@ -67,7 +67,7 @@ def advise(planner: Planner, question: Question, budget_s: float) -> Advice:
 
 
 def _doubled(question: Question, rows: int) -> Iterator[str]:
-    """Twice of what is given, as `change` reads it; what takes longest to search for comes last."""
+    """Twice of each given value, as `change` reads it; the longest search comes last."""
     cluster = question.cluster
     limit = read_bytes(question.memory) if question.memory is not None else cluster.device.usable_memory_bytes
     yield f"memory={2 * limit / 2**30:.4g}GiB"

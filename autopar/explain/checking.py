@@ -35,7 +35,7 @@ __all__ = ["Checked", "check_plan", "load_plan", "rehearse"]
 class Checked:
     """An edited plan that runs on the model, priced again, and the best plan.
 
-    `before` is the plan as it was read, or the best one, before what ``--set`` asked for.
+    `before` is the plan as it was read, or the best one, before the changes of ``--set``.
     """
 
     best: Answer

@@ -1,4 +1,4 @@
-"""Change a plan without counting brackets: ``--edit plan.json --set "model.layers.*: recompute=full"``."""
+"""Edit a plan from the command line: ``--edit plan.json --set "model.layers.*: recompute=full"``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Edit:
-    """What the layers that match `pattern` are to do: `key` = `value`; `text` is how it was asked for."""
+    """What the layers that match `pattern` are to do: `key` = `value`; `text` is the option as typed."""
 
     text: str
     pattern: str

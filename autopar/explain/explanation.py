@@ -1,4 +1,4 @@
-"""Why a plan is as it is: where time and bytes go, what binds, which link carries what."""
+"""Why a plan was chosen: where its time and memory go, what limits it, and the traffic of each link."""
 
 from __future__ import annotations
 

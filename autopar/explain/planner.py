@@ -64,7 +64,7 @@ class Planner:
 
         Raises:
             InfeasibleError: nothing fits.
-            AutoparError: the target, or what is asked of it, can't be used.
+            AutoparError: the target or the question can't be used.
         """
         prices, request = self._request(question)
         program, trace_s = self.program(question), self._traced_program(question)[1]
@@ -103,7 +103,7 @@ class Planner:
         return Answer(question, plan, program, prices, training, tuple(considered))
 
     def _lengths(self, question: Question, program: Program) -> Lengths | None:
-        """The distribution that is asked about, with what is longer than a row cut."""
+        """The distribution of lengths in the question, cut to the length of a row."""
         given = read_distribution(question.lengths)
         return None if given is None else given.clipped(check_rows(program))
 

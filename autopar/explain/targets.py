@@ -1,4 +1,4 @@
-"""What is to be explained: a factory in a module or file, a Hugging Face config, or a saved plan."""
+"""Targets of a question: a factory in a module or file, a Hugging Face config, or a saved plan."""
 
 from __future__ import annotations
 
