@@ -1,4 +1,4 @@
-"""What the user's keyword arguments mean: amounts of memory, dtypes, optimizers."""
+"""Parsing of keyword arguments: amounts of memory, constraints, dtypes, inputs and outputs, the optimizer."""
 
 from __future__ import annotations
 

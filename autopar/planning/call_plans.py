@@ -299,7 +299,7 @@ class CallPlanner:
     def _of_any_length(self, short: Traced, call: Call, autocast: torch.dtype | None) -> Executable | None:
         """What runs texts that grow by a place a call, where no place sees those behind it; None if that is not known.
 
-        What is not known is asked once for each number of rows.
+        The answer is remembered for each number of rows.
         """
         made = self._made[False, "", autocast]
         rows, length = short.program.type_of(short.program.inputs[0]).shape

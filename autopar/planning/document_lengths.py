@@ -42,7 +42,7 @@ class DocumentLengths:
     Args:
         what: as the plan says it.
         lengths: tokens of equally frequent documents; none: a document is a row.
-        is_default: nobody asked for it.
+        is_default: the user gave no value.
     """
 
     what: str

@@ -201,7 +201,7 @@ class FamilyPlanner:
         return check_known(plan, program, prices, self._by(plan))
 
     def _by(self, plan: Plan) -> SearchRequest:
-        """What is asked of plans that share what `plan` decides about training."""
+        """The request for plans that share what `plan` decides about training."""
         return replace(
             self.request, training=self.request.training.by(plan.decisions), on_final=None, on_considered=None
         )

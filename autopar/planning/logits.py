@@ -1,4 +1,4 @@
-"""Whether logits are made whole or in pieces of tokens: as the user says, or as the search finds it worth while."""
+"""Whether logits are computed whole or in pieces of tokens: as the user chooses, or as the search prefers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search_plan(
     The optimality gap is sought of the plan that is taken alone.
 
     Raises:
-        ConstraintError: pieces are asked for, and there is nothing to cut; or outputs are to be whole in every step.
+        ConstraintError: pieces are demanded, and there is nothing to cut; or outputs are to be whole in every step.
         InfeasibleError: nothing fits.
     """
     gaps = Gaps()

@@ -1,4 +1,4 @@
-"""The search for a plan by what a user asked, and what is added to a plan that was found."""
+"""The search for a plan by the user's arguments, and the notes and predictions that are added to its result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
 
 
 def finish(plan: Plan, program: Program, setup: Setup) -> Plan:
-    """`plan` with what took how long, what another precision would bring, and its family for other lengths."""
+    """`plan` with the seconds of each phase, the speedup of another precision, and its family for other lengths."""
     prices = setup.prices
     assert prices is not None
     plan = replace(plan, planning_s=(("trace", setup.trace_s), *plan.planning_s))
@@ -55,7 +55,7 @@ def finish(plan: Plan, program: Program, setup: Setup) -> Plan:
 
 
 def request_of(setup: Setup) -> SearchRequest:
-    """What the search is asked for."""
+    """The request of the search."""
     return SearchRequest(
         setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
     )

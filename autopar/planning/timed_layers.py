@@ -1,4 +1,4 @@
-"""Search, time the layers of what was found, search again: until the best plan consists of layers that were timed."""
+"""Search, time the layers of the plan, and search again, until all layers of the best plan are timed."""
 
 from __future__ import annotations
 
