@@ -1,4 +1,4 @@
-"""What to say when nothing fits."""
+"""The error for a model that no plan fits into memory: the smallest plan, and what uses its memory."""
 
 from __future__ import annotations
 

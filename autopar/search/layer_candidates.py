@@ -256,7 +256,7 @@ def _running_in_pieces(
     settings: StepSettings, placed: PlacedLayer, recompute: Sequence[str], demands: LayerDemands
 ) -> list[tuple[_Pieces, dict[str, LayerCost]]]:
     """Collectives that run in pieces, and what ways to recompute then cost: those that are faster so, or all that can
-    if it is demanded; none beside products that are computed again one by one.
+    if it is demanded; none with products that are recomputed one by one.
 
     A compiler keeps more for backward where they are left out of what it compiles, so there none are a choice as well.
     """

@@ -76,7 +76,7 @@ class SingleStagePaths:
         return by_estimate, min((float(self.least_s[path]), peak[path]) for path in self.front)
 
     def lower_bound_s(self, limit_bytes: float) -> float:
-        """No path of the candidates that fits takes less, as simulated."""
+        """A lower bound on the simulated step time of all paths that fit."""
         least = self.least
         if self.fastest[1][1] > limit_bytes:  # else the hull without a limit is exact
             least = self._near.get(limit_bytes) or fastest_paths(

@@ -111,7 +111,7 @@ def relaxed_bounds(
 
 
 def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
-    """A device group with more layers takes as long as is asked for: such pipelines need no bound."""
+    """The most layers of a device group: one with more computes for at least `enough_s`, so it needs no bound."""
     count = tables.num_microbatches
     least = np.sort([float(layer.total_s(count).min()) for layer in tables.layers])
     most = int(np.searchsorted(np.cumsum(least), enough_s))
