@@ -1,4 +1,4 @@
-"""How the devices of a plan share the rows of a batch: what a sampler of data needs to know.
+"""How the devices of a plan split the rows of a batch, for samplers and data loaders.
 
 A plan splits the batch layer by layer, and layers may split it differently.  What counts here is the first op that
 splits it: of a plan with data parallelism that is most often the embedding, or the op behind it.  Ranks that differ in

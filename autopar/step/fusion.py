@@ -1,4 +1,4 @@
-"""What a compiler makes of a layer: which ops become one kernel, and what it keeps for backward.
+"""How a compiler fuses a layer: which ops become one kernel, and which tensors are saved for backward.
 
 The rules are inductor's.  Elementwise ops and reductions over equally many elements become one kernel where one reads
 what the other makes or both read the same tensor, unless something else has to run between them; views take nothing.

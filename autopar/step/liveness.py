@@ -1,4 +1,4 @@
-"""How long the local tensors of a layer live, forward and backward, and the most that they take together.
+"""How long the local tensors of a layer live, forward and backward, and their peak memory.
 
 Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and the layer's
 outputs, live on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
@@ -164,7 +164,7 @@ class _Liveness:
         return {key: self.graph.sizes[key] for key in keys if key in self.graph.sizes}
 
     def _without_rerun(self, wanted: Iterable[TensorKey], policy: ActivationPolicy) -> set[TensorKey]:
-        """What to keep so that rerunning ops gives `wanted` again."""
+        """The tensors to keep so that rerunning ops gives `wanted` again."""
         maker = {key: node for node in self.graph.nodes for key in node.makes}
         kept: set[TensorKey] = set()
         seen: set[TensorKey] = set()

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step: what the usual formula counts, and what a utilization (MFU) is a share of.
+"""Model FLOPs of a step, as the usual formula counts them: the numerator of model FLOPs utilization (MFU).
 
 ::
 

@@ -1,4 +1,4 @@
-"""Seconds of each op of a layer: eager, or as a part of the kernel that a compiler makes of it and others."""
+"""Seconds of each op of a layer: run eagerly, or as its share of a fused kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter takes on one device: bytes, sums of its gradients.
+"""The bytes of a parameter on one device, and the seconds of adding up its gradients.
 
 `ParameterBytes` is the one record of bytes that prices, the search and the memory of a step read.
 

@@ -1,4 +1,4 @@
-"""Whether a plan fits a program: checked before a plan that someone wrote or edited is run."""
+"""Check that a plan fits a program, before a plan that was written or edited by hand runs."""
 
 from __future__ import annotations
 

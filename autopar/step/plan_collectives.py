@@ -1,4 +1,4 @@
-"""Every collective that one training step by a plan runs: what was priced, what runs, what is explained."""
+"""Every collective of one training step by a plan: the same list is priced, run and explained."""
 
 from __future__ import annotations
 
