@@ -73,7 +73,7 @@ def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tu
 
 
 def is_custom_node(node: Node) -> bool:
-    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, asked for or not."""
+    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, needed or not."""
     return isinstance(node, BackwardCFunction)
 
 

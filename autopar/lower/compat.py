@@ -329,7 +329,7 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the ``backward`` that runs now was asked to ``retain_graph``."""
+    """Whether the current ``backward`` runs with ``retain_graph=True``."""
     untyped: Any = torch
     return bool(untyped._C._autograd._get_current_graph_task_keep_graph())
 

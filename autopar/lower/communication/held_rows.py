@@ -1,4 +1,4 @@
-"""A batch of which each rank has rows: a layer that wants some of these takes them, and nothing is gathered."""
+"""A batch that is sharded by rows: a layer that reads this rank's rows needs no gather."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class HeldRows(LateTensor):
-    """Stands for a whole tensor, of which this rank has rows; whatever reads others gathers it, on all ranks alike."""
+    """Stands for a whole tensor, of which this rank has rows; reading other rows gathers it, on all ranks at once."""
 
     _rows: Tensor
     _spans: Spans

@@ -21,9 +21,9 @@ __all__ = [
 
 _aten: Any = torch.ops.aten  # these ops are how torch's own attention is split in forward and backward
 _FLASH_MOST = 256
-"""The largest head that FlashAttention takes."""
+"""The largest head that FlashAttention supports."""
 _FLASH_UNIT = 8
-"""It takes heads whose size divides by this; others are padded, as torch's own attention does."""
+"""Sizes of heads must be multiples of this; others are padded, as torch's own attention does."""
 _EFFICIENT_UNIT = 32
 """The memory-efficient kernel pads its logarithms to a multiple of so many rows (``kAlignLSE`` in torch's source)."""
 

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
-"""The largest head that torch's attention of variable lengths takes, and what its size divides by."""
+"""The largest head of torch's attention of variable lengths, and the number that its size must be a multiple of."""
 
 
 class Tiles(NamedTuple):

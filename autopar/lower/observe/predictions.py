@@ -17,7 +17,7 @@ class Predictions:
 
     Args:
         collective_s: seconds of a collective.
-        timeline: one training step, simulated when asked for.
+        timeline: one training step, simulated on first use.
     """
 
     collective_s: CollectiveSeconds

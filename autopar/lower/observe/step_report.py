@@ -73,7 +73,7 @@ class StepReport:
         return busy_s
 
     def rows(self) -> list[tuple[str, list[tuple[float | None, float]]]]:
-        """Name of layers that run alike -> predicted and measured seconds of each column, of all of them."""
+        """Name of layers that run the same program -> predicted and measured seconds of each column, of all of them."""
         return [(self._name(alike), [self._both(alike, column) for column in COLUMNS]) for alike in self.alike]
 
     def streams(self) -> list[tuple[str, float | None, float]]:
@@ -86,7 +86,7 @@ class StepReport:
         return [*results, ("step", predicted_s, self.measured.step_s)]
 
     def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
-        """Name of layers that run alike, category -> name, seconds and share of its longest kernels, of all of them."""
+        """Name of layers that run the same program, category -> name, seconds and share of its longest kernels."""
         results: list[tuple[str, str, list[tuple[str, float, float]]]] = []
         for alike in self.alike:
             for category in dict.fromkeys(each.category for each in self.kernels):

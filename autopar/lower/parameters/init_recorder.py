@@ -286,7 +286,7 @@ class _Player:
 
 
 def _flat(result: Tensor, slot: _Slot) -> Tensor:
-    """All of the memory of `result`, which lies as `slot` says."""
+    """All of the memory of `result`, with the offset and strides of `slot`."""
     if result.stride() != slot.stride or result.storage_offset() != slot.offset:
         laid = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=result.device)
         result = laid.copy_(result)

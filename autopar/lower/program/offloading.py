@@ -75,7 +75,7 @@ class OffloadedTensors:
         ]
 
     def take_from(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """What `run` returns; takes all that autograd saves in it."""
+        """The result of `run`, with everything that autograd saves in it collected."""
         saved: list[SavedTensor] = []
 
         def pack(tensor: Tensor) -> SavedTensor:

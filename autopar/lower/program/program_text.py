@@ -125,7 +125,7 @@ class LoweredProgram:
         return TensorType((shape[0] // count, *shape[1:]), tensor.dtype) if count > 1 and shape else tensor
 
     def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[CollectiveCall, ...]]]:
-        """Parameters that move alike share a buffer."""
+        """Parameters with the same collectives share a buffer."""
         parameters = runner.parameters
         alike: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
         for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):

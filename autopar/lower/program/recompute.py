@@ -107,7 +107,7 @@ def _recomputing(graph: fx.Graph, rerun: frozenset[str], names: frozenset[str]) 
 
 
 class _Recomputation:
-    """The values of one run that backward computes again: all at once, when the first is asked for."""
+    """The values of one run that backward computes again: all at once, when the first is read."""
 
     def __init__(self, recomputing: _Recomputing, kept: Sequence[Recipe], context: LayerContext) -> None:
         self._recomputing = recomputing

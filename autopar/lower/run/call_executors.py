@@ -94,7 +94,7 @@ class CallExecutors:
     def __init__(
         self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool, attributes: Attributes
     ) -> None:
-        """`planner` is asked for what is not known; None: other calls are refused."""
+        """`planner` plans calls that are not known yet; None: other calls are refused."""
         self.first = first
         self.last_trained = first
         self._planner = planner

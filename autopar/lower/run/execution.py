@@ -257,7 +257,7 @@ class Executor:
         return parts.transpose(dim, dim + 1).reshape(shape)
 
     def is_apart(self, name: str) -> bool:
-        """Whether to have an output whole on every rank takes communication."""
+        """Whether gathering an output on every rank needs communication."""
         own = self.value_layouts[name]
         is_cut = any(p != REPLICATE and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
         return is_cut or (self.stages.is_pipeline and name in self.stages.stage_of)

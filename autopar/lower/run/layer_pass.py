@@ -37,7 +37,7 @@ class LayerPass:
         context: LayerContext,
         offloaded: OffloadedTensors | None = None,
     ) -> None:
-        """Run the layer on what it reads of `values`, and put its outputs there; `offloaded` takes what it saves."""
+        """Run the layer on its inputs in `values`, and store its outputs there; `offloaded` collects saved tensors."""
         self._runner = runner
         self._offloaded = offloaded
         self._parameters = parameters
