@@ -28,7 +28,7 @@ _ROW_DIMS = {
 
 
 def find_batched(graph: Graph, place: int) -> Region | None:
-    """The region whose first matrices the op at `place` takes, or None."""
+    """The region whose first matrices the op at `place` reads, or None."""
     first = graph.ops[place]
     if not _takes_by_row(first) or len(graph.types[first.operands[0]].shape) != 3:
         return None

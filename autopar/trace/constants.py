@@ -127,7 +127,7 @@ class Evaluator:
             yield start, stop, self._rows(name, start, stop)
 
     def is_small(self, name: str) -> bool:
-        """Whether the value's core takes little to compute."""
+        """Whether the value's core is cheap to compute."""
         return math.prod(self.core_shape(name)) <= _BLOCK_ELEMENTS
 
     def is_everywhere(self, name: str, value: bool) -> bool:

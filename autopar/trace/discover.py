@@ -38,7 +38,7 @@ Types = tuple[TensorType, ...]
 
 
 def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple[Option, ...]:
-    """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
+    """The options of `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
 
     Args:
         op: the op; only its target and arguments are used.
@@ -91,7 +91,7 @@ class _Trial:
 
 
 def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Trial]:
-    """Two trials, in float64 if the op takes it, or none."""
+    """Two trials, in float64 if the op supports it, or none."""
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
     if size > MAX_ELEMENTS:

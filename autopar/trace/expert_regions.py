@@ -27,7 +27,7 @@ _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and 
 
 
 def join_experts(graph: Graph) -> Graph:
-    """Replace each region that is found by one op; its own ops go with the next pass that drops dead ones."""
+    """Replace each region of experts by one op; its own ops are removed by the next pass that drops dead ones."""
     readers = graph.count_readers()
     replaced: dict[str, list[Op]] = {}
     types: dict[str, TensorType] = {}

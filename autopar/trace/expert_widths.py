@@ -26,7 +26,7 @@ _SPLITS = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_sp
 
 
 def in_equal_parts(op: Op, source: TensorType) -> Op:
-    """A split into equal parts as one that says how many there are, so that it also takes slices of each part."""
+    """Rewrite a split into equal parts as one by their number, so that it also works on slices of each part."""
     if op.target not in _SPLITS or op.kwargs or not 2 <= len(op.args) <= 3:
         return op
     dim = int(str(op.args[2])) if len(op.args) == 3 else 0

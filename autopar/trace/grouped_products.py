@@ -157,5 +157,5 @@ _GROUPED = tuple(
 
 
 def accurate_products() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch's grouped product of rows takes float64, too, which its kernels don't."""
+    """Inside, torch's grouped product of rows supports float64 too, which its kernels don't."""
     return _AccurateProducts()

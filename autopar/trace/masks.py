@@ -133,7 +133,7 @@ _COMPARISONS = {  # of columns with rows -> (whether a row sees columns to the l
 
 
 def _intervals_of_comparisons(evaluator: Evaluator, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """`_intervals` of a mask that compares column numbers with row numbers, found without computing it."""
+    """`_intervals` of a mask that compares column numbers with row numbers, derived without computing it."""
     name = _without_repeats(evaluator, name)
     op = evaluator.producers.get(name)
     if op is None or len(op.operands) != 2:

@@ -37,7 +37,7 @@ class _UnfitError(Exception):
 
 @dataclass(frozen=True)
 class _RecordedCall:
-    """A call: what tells its kind, the tensors that it takes, and the ops that they come from, each once."""
+    """A call: its kind, its tensor arguments, and the ops that these come from, each once."""
 
     key: Any
     tensors: Sequence[Tensor]
