@@ -106,7 +106,7 @@ def _constraints(options: Options, program: Program, stored: Stored, *, is_free:
     """What the search must respect: where parameters are no longer free to move, nothing about their storage.
 
     Raises:
-        BackendError: microbatches are asked for, and nobody knows which output is the loss.
+        BackendError: microbatches are demanded, and it is not known which output is the loss.
     """
     kept = tuple(text for text in options.constraints if trains or not _MICROBATCHES.search(text))
     if trains and not program.loss and any(map(_MICROBATCHES.search, kept)):

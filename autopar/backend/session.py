@@ -108,7 +108,7 @@ _sessions: dict[DeviceMesh, Session] = {}
 
 
 def session_of(mesh: DeviceMesh) -> Session:
-    """The session of this mesh, made when first asked for."""
+    """The session of this mesh, created on first use."""
     result = _sessions.get(mesh)
     if result is None or result.world is not dist.group.WORLD:  # the process group was started anew
         result = _sessions[mesh] = Session(mesh)
