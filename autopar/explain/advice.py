@@ -53,16 +53,16 @@ def advise(planner: Planner, question: Question, budget_s: float) -> Advice:
         AutoparError: the target or the question can't be used.
     """
     answer = planner.answer(question)
-    alike = question
+    same_groups = question
     if question.cluster.world_size > 1 and not any(text.startswith("pipeline") for text in question.constraints):
         groups = f"pipeline={answer.plan.num_groups if answer.plan.stages else 1}"
-        alike = replace(question, constraints=(*question.constraints, groups))
+        same_groups = replace(question, constraints=(*question.constraints, groups))
     deadline = time.perf_counter() + budget_s
-    asked = [
-        partial(alternative_before, planner, alike, text, deadline)
+    searches = [
+        partial(alternative_before, planner, same_groups, text, deadline)
         for text in _doubled(question, answer.plan.samples_per_step)
     ]
-    helps = call_in_parallel(asked[0], asked[1:]) if budget_s > 0 else []
+    helps = call_in_parallel(searches[0], searches[1:]) if budget_s > 0 else []
     return Advice(planner.model(question).recipe, answer, explain(answer), tuple(helps))
 
 

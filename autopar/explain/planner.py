@@ -78,7 +78,7 @@ class Planner:
 
         def find(program: Program) -> Plan:
             return search_plan(
-                question.compile, lambda own, asked: search(own, size, prices, asked), program, prices, request, size
+                question.compile, lambda own, given: search(own, size, prices, given), program, prices, request, size
             )
 
         lengths = None if is_alternative else self._lengths(question, program)

@@ -134,8 +134,8 @@ def _alternatives(
     for row in rows:
         plan = row.plan
         if plan is None:
-            alike = problems.pop(row.problem, [])  # rows with one problem share a line
-            cells += [("; ".join(alike), *["-"] * (len(columns) - 2), row.problem)] if alike else []
+            changes = problems.pop(row.problem, [])  # rows with one problem share a line
+            cells += [("; ".join(changes), *["-"] * (len(columns) - 2), row.problem)] if changes else []
             continue
         devices, rates = [count(plan.world_size)] * has_devices, [_rows_per_s(plan)] * has_rates
         cells.append(
