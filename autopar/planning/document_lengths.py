@@ -135,15 +135,15 @@ def _evaluated(traced: Traced, inputs: dict[str, Tensor], name: str) -> Tensor:
     ops = (*traced.program.hoisted, *(op for layer in traced.program.layers for op in layer.ops))
     producers = {result: op for op in ops for result in op.results}
 
-    def find(wanted: str) -> Tensor:
-        if wanted in values:
-            if values[wanted].device.type == "meta":
-                raise KeyError(wanted)
-            return values[wanted].cpu()
-        op = producers[wanted]
+    def find(value: str) -> Tensor:
+        if value in values:
+            if values[value].device.type == "meta":
+                raise KeyError(value)
+            return values[value].cpu()
+        op = producers[value]
         results = run_op(op, {each: find(each) for each in op.operands})
         values.update(zip(op.results, results, strict=True))
-        return values[wanted]
+        return values[value]
 
     with torch.no_grad():
         return find(name)

@@ -78,8 +78,8 @@ BALANCED = Imbalance("that gives every expert equally many tokens")
 
 def _most(loads: Sequence[float], devices: int) -> float:
     """Of devices that have neighbouring experts each, the rows of the busiest over the mean."""
-    held = len(loads) // devices
-    sums = [sum(loads[first : first + held]) for first in range(0, len(loads), held)]
+    per_device = len(loads) // devices
+    sums = [sum(loads[first : first + per_device]) for first in range(0, len(loads), per_device)]
     return max(sums) * devices / sum(sums) if sum(sums) else 1.0
 
 

@@ -63,8 +63,8 @@ def _search_plan(
     whole_outputs = request.training.gathers_outputs
 
     def search(own: Program, compiled: bool | None = compiled, rival_s: float = math.inf) -> Plan:
-        asked = replace(request, rival_s=rival_s)
-        return search_compiled(compiled, lambda each: find(own, each), own, prices, asked)
+        limited = replace(request, rival_s=rival_s)
+        return search_compiled(compiled, lambda each: find(own, each), own, prices, limited)
 
     if way not in (None, "whole"):
         made = in_pieces(program, PIECE_TOKENS if way == "pieces" else int(str(way)))

@@ -129,10 +129,10 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
 
     Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
     """
-    (rows, tokens), (wanted, room) = before, after
+    (rows, tokens), (rows_after, room) = before, after
     sizes: list[int] = []
     map_leaves(lambda x: sizes.append(x.dim()) if isinstance(x, Tensor) else None, tree)
-    made: Any = with_size(tree, 0, rows, wanted)
+    made: Any = with_size(tree, 0, rows, rows_after)
     for dim in range(1, max(sizes)):
         made = with_size(made, dim, tokens, room)
     return made
@@ -141,11 +141,11 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:
     """What runs the calls of `short` by the `plan` of `long`."""
     names = long.program.inputs
-    wanted = [long.program.type_of(name).shape for name in names]
+    shapes = [long.program.type_of(name).shape for name in names]
 
     def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         tensors = short.flatten_inputs(args, kwargs)
-        return [_pad(x, shape, fills.get(name)) for name, x, shape in zip(names, tensors, wanted, strict=True)]
+        return [_pad(x, shape, fills.get(name)) for name, x, shape in zip(names, tensors, shapes, strict=True)]
 
     own = ((name, short.program.type_of(name)) for name in short.program.inputs)
     form = ", ".join(f"{name} {list(kind.shape)} {kind.dtype}" for name, kind in own)

@@ -33,7 +33,7 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     prices = setup.prices
     assert prices is not None
     return search_plan(
-        setup.compile, lambda own, asked: search(own, world_size, prices, asked), program, prices, request_of(setup),
+        setup.compile, lambda own, given: search(own, world_size, prices, given), program, prices, request_of(setup),
         world_size,
     )  # fmt: skip
 
