@@ -170,8 +170,8 @@ def _check_experts(program: Program, demands: Sequence[LayerDemands], request: S
             'Experts of Hugging Face\'s models have one after model.set_experts_implementation("grouped_mm")'
         )
     for degree in dict.fromkeys(demanded.values()):
-        asked = [program.layers[index] for index, each in demanded.items() if each == degree]
-        with_stacks = [layer for layer in asked if sizes[layer.kind]]
+        demanding = [program.layers[index] for index, each in demanded.items() if each == degree]
+        with_stacks = [layer for layer in demanding if sizes[layer.kind]]
         counts = {size for layer in with_stacks for size in sizes[layer.kind]}
         if counts and all(size % degree for size in counts):
             num_experts, first = max(counts), with_stacks[0].name

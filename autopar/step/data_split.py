@@ -94,8 +94,8 @@ def _batched_operands(op: Op, batch_dims: dict[str, int]) -> Iterator[tuple[int,
 
 def _follow(op: Op, batch_dims: dict[str, int]) -> None:
     """Note which dim of the op's results the rows are, as its ways to split them say."""
-    wanted = [(index, shard(dim)) for index, dim in _batched_operands(op, batch_dims)]
+    batch_placements = [(index, shard(dim)) for index, dim in _batched_operands(op, batch_dims)]
     for option in options_of(op):
-        if any(option.operands[index] == placement for index, placement in wanted):
+        if any(option.operands[index] == placement for index, placement in batch_placements):
             results = zip(op.results, option.results, strict=True)
             batch_dims.update({name: placement.dim for name, placement in results if placement.is_shard})

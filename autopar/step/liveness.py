@@ -156,8 +156,8 @@ class _Liveness:
             read = {key for node in self.graph.nodes for key in node.reads}
             return self._sized(key for key in self.graph.inputs.values() if key in read), 0.0
         if policy.reruns is not None:
-            wanted = [key for node in self.graph.nodes for key in node.saves]
-            return self._sized(self._without_rerun(wanted, policy)), self.extra_bytes
+            saved_keys = [key for node in self.graph.nodes for key in node.saves]
+            return self._sized(self._without_rerun(saved_keys, policy)), self.extra_bytes
         return self.saved, self.extra_bytes
 
     def _sized(self, keys: Iterable[TensorKey]) -> dict[TensorKey, float]:

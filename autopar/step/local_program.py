@@ -67,9 +67,9 @@ def _wanted_time(local: PlacedLayer, name: str) -> Placement:
     """How an input arrives in time, as far as the layer alone can tell."""
     if name in local.program.inputs:
         return REPLICATE
-    wanted = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
+    times = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
     # What carries a gradient can't be cut, so whoever made it gives what the readers want.
-    return wanted[0] if wanted and local.program.values[name].requires_grad else local.view.values[name]
+    return times[0] if times and local.program.values[name].requires_grad else local.view.values[name]
 
 
 class _Builder:

@@ -165,8 +165,8 @@ def _can_be_late(program: Program, region: _Region) -> bool:
     """Whether what the caller reads of the region can be computed from hidden states and parameters."""
     if not any(name in program.outputs for op in region.inside for name in op.results):
         return True
-    held = region.product.operands[1:]
-    return all(program.values[name].role == "parameter" for name in held)
+    weights = region.product.operands[1:]
+    return all(program.values[name].role == "parameter" for name in weights)
 
 
 # --- rewriting

@@ -86,11 +86,11 @@ class _Group:
         program = layers.program
         self.number, self.layers, self.training, self.sizes = group, layers, training, sizes
         self.own = [index for index, own in enumerate(layers.group_of) if own == group]
-        held = {name for index in self.own for name in program.layers[index].state}
+        state = {name for index in self.own for name in program.layers[index].state}
         self.shared: dict[str, ParameterBytes] = {
             name: shared_parameter_bytes(program.values[name], where, training)
             for name, where in layers.shared.items()
-            if name in held
+            if name in state
         }
         self.parameter_bytes = sum(self._stored().values()) + sum(s.stored_bytes for s in self.shared.values())
         self.optimizer_bytes = sum(sizes[index].optimizer_bytes for index in self.own)

@@ -48,8 +48,8 @@ def _problems(program: Program, tail: Sequence[Op], names: Collection[str]) -> I
         if not own and not made.isdisjoint(op.operands):
             yield f"{op.name} reads what they make"
     for kind in program.kinds:
-        alike = [layer for layer in program.layers if layer.kind == kind.kind]
-        for ops in zip(*(layer.ops for layer in alike), strict=True):
+        same_kind = [layer for layer in program.layers if layer.kind == kind.kind]
+        for ops in zip(*(layer.ops for layer in same_kind), strict=True):
             if len({op.name in names for op in ops}) > 1:
                 yield f"{', '.join(op.name for op in ops)} are the same op of layers of one kind, but not all are named"
 

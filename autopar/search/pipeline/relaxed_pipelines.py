@@ -216,8 +216,10 @@ class _Problem:
         limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
         if math.isfinite(tables.limit_bytes):
             shares = self.classes[id(self._most_frequent())].transient_shares
-            held = static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
-            own = np.where(self.is_held[:, :, None], held, 0.0)
+            group_bytes = (
+                static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
+            )
+            own = np.where(self.is_held[:, :, None], group_bytes, 0.0)
             takes = np.concatenate([takes, own.reshape(len(own), -1)])
             left = tables.limit_bytes - self.is_held[:, [0, -1]] @ fixed_bytes
             limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
@@ -248,9 +250,9 @@ class _Problem:
         total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
         chosen: set[int] = set()
         for in_flight in np.unique(self.held[:, :, 0].max(axis=0))[[0, -1]]:
-            held = always + in_flight * costs.saved_bytes
-            scale = float(total_s.min()) / max(float(held.max()), 1.0)
-            chosen |= {int((total_s + price * scale * held).argmin()) for price in _USUAL_PRICES}
+            kept_bytes = always + in_flight * costs.saved_bytes
+            scale = float(total_s.min()) / max(float(kept_bytes.max()), 1.0)
+            chosen |= {int((total_s + price * scale * kept_bytes).argmin()) for price in _USUAL_PRICES}
         rows = np.array(sorted(chosen))
         weight_s = costs.weight_s[rows]
         seconds = np.zeros((len(rows), len(COSTS)))

@@ -86,8 +86,10 @@ class SpanCosts:
 
     def size(self, flight: Flight) -> Array:
         """``[path, first layer, width - 1]``: bytes of a stage with so many microbatches in flight."""
-        held = flight.in_flight * self._over_spans(2) + (flight.split * self._over_spans(3) if flight.split else 0.0)
-        return self._over_spans(1) + held + self.largest + self.tied_bytes
+        saved_bytes = flight.in_flight * self._over_spans(2) + (
+            flight.split * self._over_spans(3) if flight.split else 0.0
+        )
+        return self._over_spans(1) + saved_bytes + self.largest + self.tied_bytes
 
     def _over_spans(self, which: int) -> Array:
         """A sum over so many layers, infinite behind the last one."""
