@@ -87,6 +87,6 @@ def _cut_rows(spans: Spans, cuts: Sequence[Axis], rank: int) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _are_held(spans: Spans, cuts: tuple[Axis, ...]) -> bool:
     """Whether every rank has the rows that it wants."""
-    wanted = (_cut_rows(spans, cuts, rank) for rank in range(len(spans)))
-    pairs = zip(spans, wanted, strict=True)
+    needed = (_cut_rows(spans, cuts, rank) for rank in range(len(spans)))
+    pairs = zip(spans, needed, strict=True)
     return all(first <= start and stop <= last for (first, last), (start, stop) in pairs)

@@ -88,9 +88,9 @@ class GroupProgram:
             values = run_step(executor, executor.take_parts(tensors), seed)
             loss = executor.make_output(loss_name, values[loss_name]) * weight
         values.clear()
-        wanted = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
-        computed = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True) if wanted else ()
-        for name, gradient in zip(wanted, computed, strict=True):
+        trained = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
+        computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) if trained else ()
+        for name, gradient in zip(trained, computed, strict=True):
             total = self._gradients.get(name)
             self._gradients[name] = gradient if total is None else total.add_(gradient)
         return loss.detach()

@@ -61,12 +61,14 @@ def report_steps(
     result = ()
     if kernels:
         result = profile_kernels(lambda: following.measure_by(executor), executor.communicator.device)
-    alike: dict[int, list[int]] = {}
+    same_program: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
-        alike.setdefault(id(runner.program), []).append(index)
+        same_program.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
     predicted = predictions.timeline() if predictions is not None and executor is executors.first else None
-    report = StepReport.of(own, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    report = StepReport.of(
+        own, predicted, names, tuple(map(tuple, same_program.values())), executor.stages.group, result
+    )
     return replace(
         report, expert_rows=rows[0], headline=_headline(executor, groups, report.measured.step_s),
         balance=following.balance(measured), other_steps=len(timed) - len(own),

@@ -149,9 +149,9 @@ class StepReport:
     def _events(self, timeline: StepTimeline) -> Iterable[Event]:
         return (event for event in timeline.events if event.group == self.group)
 
-    def _name(self, alike: Sequence[int]) -> str:
-        first, last = self.layers[alike[0]], self.layers[alike[-1]]
-        return first if len(alike) == 1 else f"{first} ... {last} ({len(alike)})"
+    def _name(self, layers: Sequence[int]) -> str:
+        first, last = self.layers[layers[0]], self.layers[layers[-1]]
+        return first if len(layers) == 1 else f"{first} ... {last} ({len(layers)})"
 
     def _both(self, layers: Sequence[int], column: str) -> tuple[float | None, float]:
         predicted_s = self.layer_s(self.predicted, layers, column) if self.predicted else None

@@ -95,15 +95,15 @@ class Tape:
 
         What is delivered lives no longer than the call, and is nan where a floating tensor was never written to.
         """
-        wanted: dict[int, list[tuple[str, _Slot]]] = {}
+        slots: dict[int, list[tuple[str, _Slot]]] = {}
         for name, tensor in results.items():
             if tensor.is_meta:
                 slot = self._slot(tensor)
-                wanted.setdefault(slot.storage, []).append((name, slot))
+                slots.setdefault(slot.storage, []).append((name, slot))
             else:
                 deliver(name, tensor.detach().to(device))
         with torch.no_grad():
-            _Player(self._notes, wanted, device, deliver).run()
+            _Player(self._notes, slots, device, deliver).run()
 
     def missing(self, results: Mapping[str, Tensor]) -> list[str]:
         """The names of those of `results` that no call writes to."""

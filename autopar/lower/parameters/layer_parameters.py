@@ -234,11 +234,11 @@ class StepParameters:
 
     def end_backward(self) -> None:
         """One backward is through: what was computed in another dtype than is reduced is added up in the latter."""
-        wanted = self.layer.gradient_dtypes
+        dtypes = self.layer.gradient_dtypes
         if not self._adds_up or self._leaves is None:
             return
-        if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, wanted, strict=True)):
-            pairs = zip(self._take_terms(), wanted, strict=True)
+        if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, dtypes, strict=True)):
+            pairs = zip(self._take_terms(), dtypes, strict=True)
             terms = [None if term is None else term.to(dtype) for term, dtype in pairs]
             self._sums = terms if self._sums is None else _add_all(self._sums, terms)
 

@@ -127,13 +127,13 @@ class LoweredProgram:
     def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[CollectiveCall, ...]]]:
         """Parameters with the same collectives share a buffer."""
         parameters = runner.parameters
-        alike: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
+        by_moves: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
         for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):
             value = self.source.values[runner.layer.state[position]]
             buffers = reshard_calls(steps, value.type.num_bytes, has_gradient=value.requires_grad)
             moves = (value.type.dtype, *(f"{b.phase} {b.kind} {b.axis}" for b in buffers))
-            alike.setdefault(moves, []).append((name, buffers))
-        for together in alike.values():
+            by_moves.setdefault(moves, []).append((name, buffers))
+        for together in by_moves.values():
             names = [name for name, _ in together]
             joined = [
                 replace(same[0], num_bytes=sum(each.num_bytes for each in same))

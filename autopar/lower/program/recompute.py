@@ -59,9 +59,9 @@ class _Recomputing:
 
 def _relevant_nodes(graph: fx.Graph, rerun: frozenset[str]) -> tuple[str, ...]:
     """Rerun nodes and what they read, in the graph's order, without the context and multiple results."""
-    wanted = {n.name for n in graph.nodes if n.name in rerun}
-    wanted |= {n.name for node in graph.nodes if node.name in rerun for n in node.all_input_nodes}
-    return tuple(n.name for n in graph.nodes if n.name in wanted and "comment" in n.meta)
+    relevant = {n.name for n in graph.nodes if n.name in rerun}
+    relevant |= {n.name for node in graph.nodes if node.name in rerun for n in node.all_input_nodes}
+    return tuple(n.name for n in graph.nodes if n.name in relevant and "comment" in n.meta)
 
 
 def _returning(graph: fx.Graph, names: Sequence[str]) -> fx.GraphModule:

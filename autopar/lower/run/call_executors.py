@@ -245,12 +245,12 @@ class CallExecutors:
         stages = StageMap(made.program, made.plan, own.rank)
         for name, groups in stages.holders.items():
             stored = store.stored.get(store.first_name.get(name, name))
-            held = groups if stored is None else stored.groups
-            if stages.axis != own.axis or not set(groups) <= set(held):
+            stored_on = groups if stored is None else stored.groups
+            if stages.axis != own.axis or not set(groups) <= set(stored_on):
                 raise PlanMismatchError(
                     f"in {mode} mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
-                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
-                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
+                    f"the pipeline stages of training keep it on {list(stored_on)} of {own.plan.num_groups}.  For the "
+                    "loss of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
                     "the original model"
                 )
 

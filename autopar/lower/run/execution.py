@@ -186,11 +186,11 @@ class Executor:
         if not self.stages.is_pipeline or name not in self.stages.stage_of:
             assert value is not None
             return value
-        wanted = self.executable.program.type_of(name)
+        tensor_type = self.executable.program.type_of(name)
         owner = self.stages.group_of(name)
         if owner != self.stages.group:
-            dtype: torch.dtype = getattr(torch, wanted.dtype)
-            value = torch.empty(wanted.shape, dtype=dtype, device=self.communicator.device)
+            dtype: torch.dtype = getattr(torch, tensor_type.dtype)
+            value = torch.empty(tensor_type.shape, dtype=dtype, device=self.communicator.device)
         assert value is not None
         with naming_failures(self.stages.who, f"the broadcast of {name!r} from device group {owner}"):
             return self.communicator.broadcast(value, self.stages.axis, owner)

@@ -118,8 +118,8 @@ class LayerRunner:
         return tensors
 
     def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
-        held = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
-        return [held[position] for position in range(len(self.layer.state))]
+        state = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
+        return [state[position] for position in range(len(self.layer.state))]
 
 
 def _gathers(steps: Sequence[Step]) -> bool:

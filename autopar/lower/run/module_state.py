@@ -200,12 +200,12 @@ class ModuleState(nn.Module):
                     "and keep it; where torch's update_bn sets it, load full_state_dict() into the original model, "
                     "and call update_bn on that"
                 )
-        wanted = self._modes[self.training]
-        if all(part.training == mode for part, mode in zip(self._parts, wanted, strict=True)):
+        modes = self._modes[self.training]
+        if all(part.training == mode for part, mode in zip(self._parts, modes, strict=True)):
             return
         words = {True: "training", False: "eval"}
         untyped: Any = nn.Module
-        named = zip(untyped.named_modules(self), wanted, strict=True)
+        named = zip(untyped.named_modules(self), modes, strict=True)
         name, mode = next((name, mode) for (name, part), mode in named if part.training != mode)
         raise SubmoduleError(
             f"submodule {name!r} of a parallelized model is in {words[not mode]} mode while the model is in "
