@@ -91,10 +91,10 @@ class _Search:
         return not any(name in self.matrices or name in self.products for name in op.operands)
 
     def _outside(self, kind: str, name: str) -> str:
-        held = self.lists[kind]
-        if name not in held:
-            held.append(name)
-        return f"{kind}{held.index(name)}"
+        names = self.lists[kind]
+        if name not in names:
+            names.append(name)
+        return f"{kind}{names.index(name)}"
 
     def _take(self, op: Op) -> bool:
         source = self.graph.types[op.operands[0]]

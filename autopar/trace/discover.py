@@ -183,15 +183,15 @@ def _backward(
     try:
         with torch.enable_grad():
             pairs = [(out, seed) for out, seed in zip(call(leaves), seeds, strict=True) if out.requires_grad]
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
             if not pairs:
                 return None
             results: Sequence[Tensor | None] = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True
+                [o for o, _ in pairs], trained, [s for _, s in pairs], allow_unused=True
             )
     except Exception:  # noqa: BLE001  (as above)
         return None
-    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, results, strict=True)}
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(trained, results, strict=True)}
     gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 

@@ -124,8 +124,8 @@ def _tells_documents(trial: _Trial) -> bool:
 
 
 def _fits(trial: _Trial, documents: _Documents) -> bool:
-    wanted, visible = _visible(trial.values[documents.ids], documents), trial.visible
-    return bool((wanted == visible).all())  # one of them may stand for all rows of the batch
+    expected, visible = _visible(trial.values[documents.ids], documents), trial.visible
+    return bool((expected == visible).all())  # one of them may stand for all rows of the batch
 
 
 def _visible(ids: Tensor, documents: _Documents) -> Tensor:
@@ -150,14 +150,14 @@ class _Cone:
     @classmethod
     def of(cls, graph: Graph, mask: str) -> _Cone | None:
         """None if it is computed from more than integers, or in more ops than masks are."""
-        producers, wanted, visited = graph.producers, [mask], set[str]()
-        while wanted:
-            name = wanted.pop()
+        producers, pending, visited = graph.producers, [mask], set[str]()
+        while pending:
+            name = pending.pop()
             if name in visited:
                 continue
             visited.add(name)
             if name in producers:
-                wanted += producers[name].operands
+                pending += producers[name].operands
             if len(visited) > _MOST_OPS:
                 return None
         ops = tuple(op for op in graph.ops if not visited.isdisjoint(op.results))

@@ -128,10 +128,10 @@ class _Search:
         return True
 
     def _outside(self, kind: str, source: str) -> str:
-        held = self.lists[kind]
-        if source not in held:
-            held.append(source)
-        return f"{kind}{held.index(source)}"
+        sources = self.lists[kind]
+        if source not in sources:
+            sources.append(source)
+        return f"{kind}{sources.index(source)}"
 
     def _keep(self, name: str, inner: str) -> None:
         self.inner[name] = inner

@@ -143,10 +143,10 @@ def _intervals_of_comparisons(evaluator: Evaluator, name: str, shape: tuple[int,
         if parts[0] is None or parts[1] is None:
             return None
         return torch.maximum(parts[0][0], parts[1][0]), torch.minimum(parts[0][1], parts[1][1])
-    wanted = ((1, shape[1]), (shape[0], 1))
+    core_shapes = ((1, shape[1]), (shape[0], 1))
     cores = [evaluator.core_shape(operand) for operand in op.operands]
     if op.target not in _COMPARISONS or any(
-        core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, wanted, strict=True)
+        core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, core_shapes, strict=True)
     ):
         return None
     columns, rows = (next(evaluator.blocks(operand))[2].reshape(-1) for operand in op.operands)
