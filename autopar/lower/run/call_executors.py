@@ -250,8 +250,8 @@ class CallExecutors:
                 raise PlanMismatchError(
                     f"in {mode} mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
                     f"the pipeline stages of training keep it on {list(stored_on)} of {own.plan.num_groups}.  For the "
-                    "loss of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
-                    "the original model"
+                    "loss of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() "
+                    "into the original model"
                 )
 
 
