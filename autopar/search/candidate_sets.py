@@ -45,7 +45,7 @@ class CandidateSet:
     """The candidates of all layers.
 
     `by_class` has those of each class of layers by its first layer, `crossings` all values that cross from layer to
-    layer, `states` numbers the boundary states, `shared_costs` has what each shared parameter takes.
+    layer, `states` numbers the boundary states, `shared_costs` has the cost of each shared parameter.
     """
 
     context: SearchContext

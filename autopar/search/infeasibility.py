@@ -61,7 +61,7 @@ def _describe_pipeline(pipeline: PipelineCandidate) -> str:
 def _smallest(searched: Iterable[SingleStagePaths], error: float) -> tuple[float, dict[str, float], Decisions] | None:
     """The bytes with which a plan is sure to be found, what fills them, and its decisions.
 
-    These are what a search counts or what its step takes, whichever is more, and `error` times as much, because
+    The bytes are the estimate of the search or those of the simulated step, whichever is more, times `error`, because
     predictions may be off.
     """
     best: tuple[float, dict[str, float], Decisions] | None = None

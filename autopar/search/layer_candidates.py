@@ -155,7 +155,7 @@ def _on_mesh(variant: SolvedVariant, problem: LayerProblem) -> SolvedVariant:
 
 
 def _solved_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> Iterable[SolvedVariant]:
-    """The fastest without ZeRO, the fastest with what ZeRO takes, and one that saves memory at its usual price.
+    """The fastest without ZeRO, the fastest with the cost of ZeRO, and one that saves memory at its usual price.
 
     Where collectives of parameters overlap, sharded storage and its optimizer are faster than sums of seconds say.
     With several microbatches in flight, gathering for each of them seldom pays.

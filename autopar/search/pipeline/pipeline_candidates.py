@@ -261,7 +261,7 @@ def search_pipelines(
         enough_s: pipelines that clearly seem to take so long are not looked at, if any were.
 
     Returns:
-        The seconds of the fastest that fits; if none was looked at, about what the most promising one takes.
+        The seconds of the fastest that fits; if none was simulated, an estimate of the most promising one.
     """
     shapes = list(bounds)
     whole = replace(candidates.tables, limit_bytes=results.limit_bytes)

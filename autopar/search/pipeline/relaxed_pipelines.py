@@ -442,7 +442,7 @@ class _Pass:
 
 
 def _arrive(matrices: Array, reached: Array) -> tuple[Indices, Array]:
-    """Per stage and row of its matrix the column from which it is cheapest to come, and what that takes in all."""
+    """Per stage and row of its matrix the cheapest column to come from, and the total cost."""
     total = matrices + reached[:, None, :]
     best = total.argmin(axis=2)
     return best, np.take_along_axis(total, best[:, :, None], axis=2)[:, :, 0]

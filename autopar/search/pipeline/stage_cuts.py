@@ -199,7 +199,7 @@ def _divide(seconds: Array, bound: float, *, sums: bool) -> tuple[float, tuple[i
     """The least sum (or else maximum) over the stages, each at most `bound`, and the bounds that give it."""
     num_stages, num_layers, widest = seconds.shape
     allowed = np.where(seconds <= bound, seconds, np.inf)
-    # By last layer and width: what a stage that ends there takes, and where it began.
+    # By last layer and width: the cost of a stage that ends there, and its first layer.
     last, width = (grid.astype(np.intp) for grid in np.indices((num_layers, widest)))
     first = np.maximum(last - width, 0)
     is_inside = width <= last
