@@ -287,7 +287,7 @@ class _Saving:
         return node.fuses and not is_statistic and node.piece == piece
 
     def _keep(self, key: TensorKey, piece: int) -> None:
-        """Keep a tensor, or what it is computed again from if that takes no more."""
+        """Keep a tensor, or the tensors to recompute it from if these are no larger."""
         sources = {each for each in self.sources(key, piece) if each in self._sizes}
         missing = sum(self._sizes[each] for each in sources - self._kept)
         self._kept |= sources if missing <= self._sizes.get(key, 0.0) else {key}

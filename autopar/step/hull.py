@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # relative: a point that is no further below the line between 
 
 @dataclass(frozen=True, eq=False)
 class HullPoint(Generic[T]):
-    """The best choice at some price of a byte, and what it takes."""
+    """The best choice at some price of a byte, with its bytes and seconds."""
 
     seconds: float
     num_bytes: float

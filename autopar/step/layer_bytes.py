@@ -29,12 +29,12 @@ class LayerBytes:
     """Bytes of one layer; of those of its parameters, sums of what `ParameterBytes` says.
 
     Args:
-        running: what one microbatch takes.
+        running: the bytes of one microbatch.
         stored: per parameter, buffer and constant (by name in the layer), its storage; of parameters that several
             layers share, nothing here.
         optimizer_bytes: of the optimizer's state, those of shared parameters apart.
         largest_bytes: the largest trained parameter as it is stored, for an optimizer that steps one after the other.
-        whole_bytes: what is gathered for an optimizer that takes whole parameters, those of shared ones apart.
+        whole_bytes: bytes that are gathered for an optimizer of whole parameters, without shared ones.
         copied_bytes: the copies to compute with.
         received_bytes: the part of them that collectives bring.
         brought_bytes: what is copied from the host's memory to be gathered, or computed with.

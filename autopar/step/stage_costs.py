@@ -66,7 +66,7 @@ def stage_costs(
     Args:
         shape: the schedule.
         bounds: first layer of every stage, then the number of layers.
-        layers: what each layer takes.
+        layers: the cost of each layer.
         sends: for each cut, seconds to send what crosses it, and its gradients back.
         broadcast_s: seconds, once per step on every group, to tell all of them the loss.
     """

@@ -218,7 +218,7 @@ class StepWork:
         layers: the work of each layer.
         sends: per stage, what it sends to the next one (nothing if that is on the same group), one microbatch,
         sends_back: and to the one before.
-        optimizer: per layer, what the optimizer takes.
+        optimizer: the work of the optimizer, per layer.
         at_end: per group, collectives of outputs other than the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
         told: what is broadcast to all groups.
