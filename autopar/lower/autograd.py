@@ -68,7 +68,7 @@ def edge_of(x: Tensor) -> GradientEdge:
 
 
 def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Any:
-    """Call `action` with the gradients that arrive at `node` before it runs; what it returns takes their place."""
+    """Call `action` with the gradients that arrive at `node` before it runs; its result replaces them."""
     return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
 
 

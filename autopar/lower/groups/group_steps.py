@@ -76,7 +76,7 @@ class GroupSteps:
         """Nothing is lowered yet.
 
         Args:
-            first: of the steps that all ranks run alike; it says where parameters are.
+            first: the executor of the steps that all ranks run together; it says where parameters are.
             degrees: tokens of a row -> how many ranks compute it together.
             executables: for a call, and its rows and tokens, what such groups run, in the order of `degrees`: a row.
             compile_layers: as in `Executor`.

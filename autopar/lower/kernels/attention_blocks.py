@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what it takes to join several such blocks.
+"""Attention of some queries to some keys, with the statistics to join several such blocks.
 
 The softmax of a row over all keys is the sum of those over parts of the keys, each weighted by its share of the sum of
 exponentials; so a block gives the logarithm of its own sum.  Backward, a block that is told the result over all keys

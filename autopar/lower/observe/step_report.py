@@ -37,7 +37,7 @@ class StepReport:
         steps_s: seconds of every measured step.
         predicted: None where nothing was.
         layers: names of this rank's layers, by index in the program.
-        alike: indices of layers that run alike, in the order of the first.
+        alike: groups of indices of layers that run the same program, in the order of the first.
         group: the device group of this rank.
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not requested.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
