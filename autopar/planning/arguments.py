@@ -73,7 +73,7 @@ def read_constraints(constraints: Any) -> tuple[str, ...]:
 
 
 def check_constraints(model: nn.Module, constraints: Any, world_size: int) -> tuple[str, ...]:
-    """The texts of constraints, after a look for what is wrong with them that takes no trace of `model`.
+    """The texts of constraints, checked for all errors that can be seen without tracing `model`.
 
     Raises:
         ConstraintError: they can't be read, contradict each other, or name no parameter and no module.

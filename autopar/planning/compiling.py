@@ -72,7 +72,7 @@ def search_compiled(
     faster.
 
     Compiled layers may keep more for backward than eager ones that recompute cheap ops.  So where the compiled plan is
-    short of memory, the eager one is searched for as well, which takes as long again.
+    short of memory, the eager one is searched for as well, which doubles the time.
 
     Notes say what compiling gains over running the same decisions eagerly, and about how long it takes.
     """

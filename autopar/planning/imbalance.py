@@ -63,7 +63,7 @@ class Imbalance:
             return _mean_of_shuffles(_lognormal(num_experts, self.sigma), devices)
         if not self.loads:
             return min(self.times, float(devices))
-        # Layers wait one after the other, so the mean over them is what a step takes.
+        # Layers wait one after the other, so a step takes the mean over them.
         own = [_most(layer, devices) for layer in self.loads if len(layer) == num_experts]
         if not own:
             raise ConstraintError(

@@ -39,7 +39,7 @@ _LENGTH_STEP = 64
 def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
     """To how many rows a batch may be padded, so that it splits as others do, the fewest first.
 
-    Less than twice as many: more would take as long as the whole batch on every device, or longer.
+    Less than twice as many: more would be no faster than the whole batch on every device.
     """
     parts = {data_split(program, plan.decisions).size for program, plan in known}
     return sorted({-(-rows // size) * size for size in parts if rows % size and -(-rows // size) * size < 2 * rows})
