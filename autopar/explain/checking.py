@@ -44,7 +44,7 @@ class Checked:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in memory, also if it takes as much more as predictions may be off: what a search asks."""
+        """Whether it fits in memory with the margin for the error of predictions, as a search requires."""
         plan = self.answer.plan
         return plan.peak_memory_bytes * (1 + plan.memory_error) <= self.best.plan.memory_limit_bytes
 

@@ -34,7 +34,7 @@ __all__ = ["PASSES", "Traced", "normalise", "trace"]
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, and what it takes to call it as the model is called.
+    """A program, and the adapters to call it as the model is called.
 
     Args:
         program: the traced model.
