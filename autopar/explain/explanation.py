@@ -153,4 +153,4 @@ def _memory(plan: Plan, device: Device) -> str:
     if plan.memory_limit_bytes == device.usable_memory_bytes and device.overhead_bytes:
         whole, rest = size(device.memory_bytes).text, size(device.overhead_bytes).text
         text += f" (of {whole}, {rest} are reserved for the context, communicators and fragments)"
-    return f"{text}, so it shapes the plan" if full > FULL else text
+    return f"{text}, so it limits the plan" if full > FULL else text
