@@ -1,4 +1,4 @@
-"""Experts that give every row a copy of its expert's matrix: the region that one op can take the place of.
+"""Experts that give every row a copy of its expert's matrix: finds the region that one op can replace.
 
 Hugging Face's ``batched_mm`` has it so: matrices are indexed by the expert of each row, and a batched product takes one
 row and one matrix at a time.  That needs a matrix for every row, which fits for few tokens only.  The same products of

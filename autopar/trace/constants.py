@@ -1,4 +1,4 @@
-"""Constants: what depends on no input, no parameter and no buffer, and its values.
+"""Constants: values that depend on no input, parameter or buffer.
 
 A value can be looked at by its *core*: each dim along which it only repeats is cut to one entry.  What a model makes of
 positions for every sample of a batch, [batch, 1, queries, keys], is then no bigger than for one sample.

@@ -1,4 +1,4 @@
-"""Factor options for an op without a rule: found by running it on slices and seeing what recombines.
+"""Factor options for an op without a rule: derived by running it on slices and checking what recombines.
 
 A candidate gives every operand a placement: a slice along one of its dims (all sliced dims have one size),
 the whole tensor, or a term of a sum.  The op runs on 2 and 3 devices' worth of that.  If each result is

@@ -1,4 +1,4 @@
-"""What autograd keeps of each op until its backward.
+"""The tensors that autograd saves for the backward of each op.
 
 Found by running the op on tensors of the real shapes without memory under saved-tensor hooks, and matching the saved
 tensors to operands and results by their memory; some ops' records say it, as attention's does, which must count as the
