@@ -1,4 +1,4 @@
-"""What a lowered program may ask of the other devices: the class `Communicator`.
+"""The class `Communicator`: the collectives and messages of a lowered program.
 
 `ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this process.
 Both know `Axis` objects, never process groups by name, so a program is the same on either.

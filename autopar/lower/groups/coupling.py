@@ -1,4 +1,4 @@
-"""Between where parameters are stored and whole copies on every rank, which groups of any plan take their parts of."""
+"""Moves parameters and gradients between their storage and whole copies, from which groups of any plan take slices."""
 
 from __future__ import annotations
 

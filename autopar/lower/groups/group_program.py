@@ -1,4 +1,4 @@
-"""What a rank computes as one of a group: rows of one length, one after the other, on parameters of its own."""
+"""The program of a rank in a group: rows of one length, one after the other, on its own copy of the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many targets of a call count in its loss, before the step runs: what a mean over them divides by."""
+"""The number of targets that count in a call's loss, known before the step runs: the divisor of its mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's attention, with what it needs care for."""
+"""torch's attention with masks, with workarounds for its special cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was predicted of the plan that a module runs, for those who compare it with what happens."""
+"""Predictions for the plan that a module runs, to compare measured steps with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write down how tensors get their first values, without computing any; play it back a tensor at a time.
+"""Record how tensors are initialised without computing them, and play it back one tensor at a time.
 
 Inside a `Tape` the tensors that ops make are on the meta device, and every op that would write values is noted.  `play`
 runs the notes in order on real tensors.  All ops run, so that random numbers are drawn as they would have been; but

@@ -1,4 +1,4 @@
-"""What a layer keeps between its forward and its backward.
+"""Activation recomputation: what a layer keeps between its forward and its backward.
 
 Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `SavedTensor`, and when the layer has
 run, those whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the

@@ -1,4 +1,4 @@
-"""One layer under one strategy on one device, with nobody to talk to: what a rank of any world computes, to be timed.
+"""One layer under one strategy as a single rank of any world computes it, without communication, to be timed.
 
 Inputs and state are made up: random numbers of the local shapes, integers in the range of what they index, and
 documents as long as prices take them to be.

@@ -1,4 +1,4 @@
-"""What the caller of a parallel module gets of the values that its layers computed."""
+"""The outputs of a parallel module, made of the values that its layers computed."""
 
 from __future__ import annotations
 

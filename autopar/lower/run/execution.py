@@ -1,4 +1,4 @@
-"""A plan's layers bound to this rank: what they hold, and what becomes of what they put out."""
+"""A plan's layers bound to this rank: their parameters and buffers, and their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallel module does with its state: DTensors for torch, whole tensors for files."""
+"""The state of a parallel module: DTensors for torch, whole tensors for files."""
 
 from __future__ import annotations
 

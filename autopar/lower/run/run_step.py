@@ -1,4 +1,4 @@
-"""A step as the caller sees it: outputs now, and gradients when ``backward()`` asks for them.
+"""A step as the caller sees it: outputs at once, gradients in ``backward()``.
 
 - With the loss in the program and several microbatches or stages, forward and backward of all microbatches run in the
   call; the loss that comes back carries their gradients, and its ``backward()`` hands them out, scaled by the gradient

@@ -1,4 +1,4 @@
-"""What runs where: the device groups of a plan, the stages and layers of one of them, what crosses which cut.
+"""The device groups of a plan, the stages and layers of each, and the values that cross between stages.
 
 Without a pipeline there is one group with one stage, which has every layer.  Pure data: no tensor, no communication.
 """

@@ -1,4 +1,4 @@
-"""One step of one rank: does what the actions of its device group say (`autopar.step.actions`), one after the other.
+"""One step of one rank: runs the actions of its device group (`autopar.step.actions`) in order.
 
 There is no other order of things than this list, with and without pipeline stages, in one and in many microbatches: the
 same list is what the simulation times and what memory is predicted from.

@@ -1,4 +1,4 @@
-"""What the microbatches of one step have in the stages of this rank: what comes, what goes, and their gradients."""
+"""The values of each microbatch in the stages of this rank: inputs, outputs, and their gradients."""
 
 from __future__ import annotations
 
