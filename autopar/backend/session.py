@@ -1,4 +1,4 @@
-"""What all graphs on one mesh share: how ranks talk, what devices cost, the plans made so far."""
+"""The state that all graphs on one mesh share: communicator, prices, and the plans made so far."""
 
 from __future__ import annotations
 
