@@ -1,4 +1,4 @@
-"""torch's attention with masks, with workarounds for its special cases."""
+"""torch's attention, with the mask in the dtype of the query."""
 
 from __future__ import annotations
 
