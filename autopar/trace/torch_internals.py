@@ -343,7 +343,7 @@ def unread_masks() -> Iterator[None]:
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
 def unchecked_values() -> Iterator[None]:
-    """Inside, torch and models don't check values: that a scale is positive, or that images fill their places in a text."""
+    """Inside, neither torch nor models check values: that a scale is positive, or images fill their places in text."""
     loss = nn.functional.gaussian_nll_loss
 
     def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
