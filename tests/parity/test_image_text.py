@@ -20,6 +20,7 @@ from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
 from tests.data.test_balanced import ROW
 from tests.lower.runs import build, loss_of
+from tests.models import skip_before_transformers_5
 from tests.zoo import quick_prices
 
 TOKENS, IMAGE, PLACES = 12, 31, 4  # of a row, the id of a place in an image, and how many places an image has
@@ -50,6 +51,7 @@ def batch_of(images: list[int]) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["", "data=2", "tensor=2"])
 def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -> None:
+    skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model, example = small_llava(), batch_of([1, 2])
     traced = keep_double_program(autopar.api.trace_model(model, example))
     plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=tuple(asked.split())))
