@@ -1,4 +1,4 @@
-"""Search, time the layers of what was found, search again: until the best plan consists of layers that were timed."""
+"""Search, time the layers of the plan, and search again, until all layers of the best plan are timed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def search_with_timed_layers(
     for _ in range(_ROUNDS):
         finals: list[Plan] = []
         plan = search(program, world_size, current, replace(request, on_final=finals.append))
-        uses = {use.key: use for found in (plan, *finals) for use in _uses(program, found)}
+        uses = {use.key: use for each in (plan, *finals) for use in _uses(program, each)}
         left_s = _time_missing(uses, timer, timed, prices, left_s)
         is_new = any(timed.get(key) != current.timed.get(key) for key in uses)
         if not is_new or time.perf_counter() - started > _LONG_S:
@@ -145,8 +145,8 @@ class _Use:
         total = 0.0
         for op, local in zip(self.layer.ops, self.ops, strict=True):
             has_gradient = any(self.placed.program.values[name].requires_grad for name in op.results)
-            found = prices.op_s(op, local.operands, local.results, has_gradient)
-            total += found.forward_s + found.backward_s
+            time = prices.op_s(op, local.operands, local.results, has_gradient)
+            total += time.forward_s + time.backward_s
         return total
 
 

@@ -141,7 +141,7 @@ def _optimizer_gathers_s(layers: PlannedLayers, prices: Prices, training: Traini
 
 def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> dict[int, tuple[float, float]]:
     """Index of a layer -> seconds to bring it what other layers produce, and the gradients back."""
-    found: dict[int, tuple[float, float]] = {}
+    arrival_s: dict[int, tuple[float, float]] = {}
     for crossing in layers.crossings:
         source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
         ahead_s, back_s = transfer_parts_s(
@@ -152,9 +152,9 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
             (source.mesh, source.outputs[crossing.output]),
             (target.mesh, target.inputs[crossing.input]),
         )
-        before = found.get(crossing.reader, (0.0, 0.0))
-        found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
-    return found
+        before = arrival_s.get(crossing.reader, (0.0, 0.0))
+        arrival_s[crossing.reader] = before[0] + ahead_s, before[1] + back_s
+    return arrival_s
 
 
 def _stage_costs(

@@ -70,7 +70,7 @@ __all__ = [
 
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 
-# What torch raises when a Python value is asked of a tensor that has none while tracing.
+# What torch raises when the Python value of a tensor is read that has none while tracing.
 DATA_DEPENDENT: tuple[type[BaseException], ...] = (
     GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
 )  # fmt: skip
@@ -109,7 +109,7 @@ def _key_names(value: Any, count: int) -> tuple[str, ...]:
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether an fx target takes graphs as arguments."""
+    """Whether an fx target has graphs as arguments."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
@@ -408,7 +408,7 @@ def intercept_selections(select: Callable[[Any, Any], Any]) -> Iterator[None]:
 
 
 def intercept_gradients(run: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `run` takes the place of autograd's engine."""
+    """Inside, `run` replaces autograd's engine."""
     return patch.object(torch.autograd, "_engine_run_backward", run)
 
 
