@@ -26,7 +26,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
-from autopar.step.pricing import predict
+from autopar.step.pricing import predict, simulated_step_s
 
 __all__ = [
     "STAGES_GAIN",
@@ -49,6 +49,7 @@ _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
 # decoders of 8B, 70B and 405B parameters and a mixture of experts the smallest was 0.903.
 _LOW = 0.9
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
+_ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
 _PRICE_ERROR = 1.15
 
@@ -81,6 +82,8 @@ def select_plan(
     flat = list(_without_stages(searched, limit_bytes))
     for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
         if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)):
+            continue
+        if best is not None and request.on_final is None and candidate.is_slower(best):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
@@ -145,6 +148,16 @@ class _PlanCandidate:
             )
             self.known[self.number] = Plan(decisions, prediction, memory_error=request.memory_error)
         return self.known[self.number]
+
+    def is_slower(self, best: Plan) -> bool:
+        """Whether a plan without stages takes longer than `best`: memory and costs of such plans are not worked out."""
+        if self.shape is not None or self.number in self.known:
+            return False
+        context, request = self.context, self.context.request
+        step_s = simulated_step_s(
+            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
+        )
+        return step_s > preferred_s(best) * (1 + _ROUNDING)
 
     def misfit(self, allowed_bytes: float) -> str | None:
         """Why the plan does not fit: the message about host memory, ``""`` for device memory; None if it fits."""

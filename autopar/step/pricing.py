@@ -33,7 +33,7 @@ from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
 from autopar.step.training import TrainingSpec
 
-__all__ = ["layer_costs", "predict"]
+__all__ = ["layer_costs", "predict", "simulated_step_s"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
 
@@ -101,6 +101,19 @@ def predict(
         peak_flops_per_s=prices.peak_flops_per_s(dtype),
         row=row_cost(layers, costs, prices, training, sum_s if is_same else step_s, max(peaks)),
     )
+
+
+def simulated_step_s(
+    program: Program,
+    decisions: Decisions,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    facts: LayerFacts | None = None,
+) -> float:
+    """The seconds of a step alone, which `predict` gives too, but for rounding; arguments and errors are the same."""
+    training = training.by(decisions)
+    return step_seconds(PlannedLayers(program, decisions, facts or LayerFacts()), prices, training, schedules)
 
 
 def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> tuple[LayerCost, ...]:
