@@ -71,11 +71,11 @@ def shard_in_place(
         id(parameter): partial(_shard, layouts[name], mesh, communicator) for name, parameter in parameters.items()
     }
     made = {id(parameter): _shard_parameter(parameter, shards[id(parameter)]) for parameter in parameters.values()}
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):
-            _replace_in_module(found, made)
-        elif issubclass(type(found), torch.optim.Optimizer):
-            _replace_in_optimizer(found, made, shards)
+    for owner in gc.get_objects():
+        if issubclass(type(owner), nn.Module):
+            _replace_in_module(owner, made)
+        elif issubclass(type(owner), torch.optim.Optimizer):
+            _replace_in_optimizer(owner, made, shards)
     return made
 
 
