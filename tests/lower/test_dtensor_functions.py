@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ FOLLOWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a column": lambda p, x: (p[:, 2], p.t()[2].fill_(3.0))[0],
     "new data": lambda p, x: (p.data[:2], p.mul_(2))[0],
     "a copy": lambda p, x: (p[1].clone(), p.zero_())[0],
+    "deep copies of one memory": lambda p, x: (lambda a, b: (b, a.mul_(2))[0])(*copy.deepcopy([p.detach(), p.detach()])),
 }
 """A view of a parameter that changes after it was taken."""
 LAYOUTS = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()]}

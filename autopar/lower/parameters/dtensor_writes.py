@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ModelError
 from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor
+from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor, storage_key
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
 from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
@@ -170,11 +170,17 @@ def set_grad(call: FunctionCall) -> None:
 
 
 def copy_deeply(call: FunctionCall) -> Any:
-    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer."""
+    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer.
+
+    Copies of tensors that share memory (tied parameters in a state dict) share memory, as on one device.
+    """
     x, memo = call.args
     if id(x) in memo or type(x) is not DTensor or not x.is_leaf:
         return call.natively()
-    made = x.detach().clone().requires_grad_(x.requires_grad)
+    part = local_tensor(x)
+    same = (storage_key(part), part.storage_offset(), tuple(x.shape), placements_of(x))
+    copied: DTensor = memo.setdefault(same, x.detach().clone())
+    made = copied.detach().requires_grad_(x.requires_grad)
     memo[id(x)] = made
     if x.grad is not None:
         made.grad = copy.deepcopy(x.grad, memo)
