@@ -157,7 +157,7 @@ def set_data(call: FunctionCall) -> None:
             f"{list(value.shape)} and dtype {value.dtype}: the program of a parallelized model has the shapes of its "
             "parameters. Change the original model, and call autopar.parallelize after it"
         )
-    set_local_tensor(target, local_tensor(_laid(value, target)).detach())
+    set_local_tensor(target, local_tensor(_given(value, target)).detach())
     write_through(target)
 
 
@@ -165,8 +165,13 @@ def set_grad(call: FunctionCall) -> None:
     """``p.grad = x``."""
     target, value = call.args
     if isinstance(value, Tensor) and value.shape == target.shape:  # else torch names both shapes
-        value = _laid(value, target) if is_known_dtensor(target) else plain(value).detach()
+        value = _given(value, target) if is_known_dtensor(target) else plain(value).detach()
     call.function(target, value)
+
+
+def _given(value: Tensor, target: DTensor) -> DTensor:
+    """A tensor that takes the place of `target`, or becomes its gradient."""
+    return laid_as(value.whole() if isinstance(value, LateTensor) else value, target)
 
 
 def copy_deeply(call: FunctionCall) -> Any:
