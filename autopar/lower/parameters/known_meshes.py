@@ -21,8 +21,8 @@ from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import item_by, local_tensor
 
 __all__ = [
-    "compare_plain", "has_local_inputs", "is_known", "is_on_all_ranks", "know_mesh", "laid_as", "placements_of",
-    "read_whole", "share_whole",
+    "compare_plain", "has_local_inputs", "is_known", "is_of_a_stage", "is_on_all_ranks", "know_mesh", "laid_as",
+    "placements_of", "read_whole", "share_whole",
 ]  # fmt: skip
 
 
@@ -67,6 +67,11 @@ def is_known(x: DTensor) -> bool:
 def is_on_all_ranks(x: Tensor) -> bool:
     """Whether it is a known DTensor that all ranks share, and not those of a pipeline stage."""
     return isinstance(x, DTensor) and is_known(x) and _KNOWN[id(x.device_mesh)].is_whole_world
+
+
+def is_of_a_stage(x: Tensor) -> bool:
+    """Whether it is a known DTensor of a pipeline stage, which other ranks don't have."""
+    return isinstance(x, DTensor) and is_known(x) and not is_on_all_ranks(x)
 
 
 def has_local_inputs(x: DTensor) -> bool:
