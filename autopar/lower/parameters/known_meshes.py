@@ -47,15 +47,16 @@ class _Known:
 _KNOWN: dict[int, _Known] = {}  # by the mesh's id: results of ops have the mesh of their operands
 
 
-def know_mesh(mesh: DeviceMesh, module: nn.Module, calls: CallConsensus | None, *, is_whole_world: bool) -> None:
+def know_mesh(mesh: DeviceMesh, module: nn.Module | None, calls: CallConsensus | None, *, is_whole_world: bool) -> None:
     """From now on DTensors on `mesh` are parts of whole tensors, which every rank reads and changes alike.
 
     With `is_whole_world` ranks that do something else are told; the ranks of one of several pipeline stages are not
-    compared, as each has parameters of its own.
+    compared, as each has parameters of its own, nor are those of a mesh without a parallel module (`torch.compile`).
     """
     known = _KNOWN.setdefault(id(mesh), _Known(mesh, is_whole_world))
-    known.calls = calls if is_whole_world else None
-    known.modules.add(module)
+    if module is not None:
+        known.calls = calls if is_whole_world else None
+        known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
 
 

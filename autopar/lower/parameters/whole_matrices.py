@@ -35,7 +35,7 @@ from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
 
-__all__ = ["OptimizerService", "works_on_slices"]
+__all__ = ["OptimizerService", "watch_steps", "works_on_slices"]
 
 _BY_ELEMENT = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -97,7 +97,7 @@ class OptimizerService:
     def __post_init__(self) -> None:
         """Take part in the steps of all optimizers from now on."""
         _SERVICES.append(ref(self, _SERVICES.remove))
-        _watch_steps()
+        watch_steps()
 
     def parameters(self) -> Iterator[tuple[int, _Slices]]:
         """The ids of the parameters, and how ranks share them."""
@@ -120,7 +120,8 @@ _TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
 
 
 @cache
-def _watch_steps() -> None:
+def watch_steps() -> None:
+    """From now on steps of optimizers on parameters of parallel modules are those of one device."""
     register_optimizer_step_pre_hook(_make_whole)
     register_optimizer_step_post_hook(_keep_parts)
 
