@@ -136,7 +136,7 @@ def test_trains_as_a_single_device_on_a_part_of_each_parameter(trained: Any, nam
     found = trained[name]
     assert found["loss"] < 1e-5
     assert found["values"] < 1e-5
-    assert found["written"] == 0
+    assert found["written"] < 1e-5
     assert found["kept"] < 0.6
     assert found["microbatches"] == (2.0 if name == "microbatches" else 1.0)
 

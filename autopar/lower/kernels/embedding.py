@@ -40,8 +40,8 @@ def vocab_parallel_embedding(
 class _Embedding(torch.autograd.Function):
     """Rows from `places[0]` on of a table with `places[1]` rows.
 
-    What must not count reads one extra row, which gets no gradient.  An index that is in no slice of the table stays out
-    of range, so that the lookup raises as on one device.
+    What must not count reads one extra row, which gets no gradient.  An index that is in no slice of the table stays
+    out of range, so that the lookup raises as on one device.
     """
 
     @staticmethod
