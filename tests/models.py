@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -18,6 +19,12 @@ from torch.nn import functional
 
 Model = tuple[nn.Module, dict[str, Any]]
 IGNORED = -100
+
+
+def skip_before_transformers_5(reason: str) -> None:
+    """Skip the test that runs with an older version, where what it is about is otherwise."""
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip(f"transformers {transformers.__version__}: {reason}")
 
 
 def tokens(batch: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:

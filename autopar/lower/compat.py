@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # pyright: i
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.lower.communication.torch_groups import open_group
 from autopar.placement import REPLICATE, Layout, Placement, shard
@@ -262,6 +263,16 @@ def split_graph(module: fx.GraphModule, piece_of: Callable[[fx.Node], int]) -> f
     """`module` as submodules in a row, each holding the ops of one piece; pieces are numbered in the graph's order."""
     untyped: Any = split_module
     return untyped(module, module, piece_of, keep_original_order=True)
+
+
+def run_again_in_backward(nodes: Iterable[fx.Node]) -> None:
+    """Have `compile_graph` compute the results of these nodes again in backward instead of keeping them.
+
+    These are the marks that Dynamo puts on the nodes of a checkpointed region (torch/_higher_order_ops/wrap.py,
+    `TagActivationCheckpoint`), and that AOTAutograd's partitioner obeys.
+    """
+    for node in nodes:
+        node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
 def compile_graph(

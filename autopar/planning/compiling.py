@@ -22,7 +22,7 @@ from autopar.step.pricing import predict
 __all__ = ["check_compiler", "is_short_of_memory", "read_compile", "search_compiled"]
 
 _WORTH_IT = 1.01  # times as fast; for less nobody waits for a compiler
-_EAGER_CHOICES = ("recompute=selective", "recompute=ops")
+_EAGER_CHOICES = ("recompute=selective",)
 _NEARLY_FULL = 0.85  # of the memory limit: searches stop 5 to 10 % short of it, by the error of predictions
 _PROGRAM_S, _OP_S = 2.0, 0.2
 """Estimate of what compiling takes: for each layer program, and for each of its ops, forward and backward."""

@@ -316,8 +316,8 @@ def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDeman
 
 
 def _recompute_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> tuple[str, ...]:
-    is_left = settings.training.compiled  # which ops to rerun: a compiler chooses by itself
-    reruns = () if is_left else settings.reruns.get(kind, ())
+    is_left = settings.training.compiled  # a compiler chooses by itself which cheap ops to run again
+    reruns = settings.reruns.get(kind, ())
     if demands.recompute == OPS:
         offloads = demands.offload == "activations"
         named = tuple(rerun_policy_name(rerun_ops(name), offloads=offloads) for name in reruns)
@@ -335,7 +335,9 @@ def _recompute_variants(settings: StepSettings, kind: int, demands: LayerDemands
         for each in policies
         if each.is_searched and (offloads or not each.offloads) and not (is_left and each.reruns is not None)
     )
-    return *searched, *reruns
+    # Eager layers have "selective+offload"; a compiler would keep what the first of these computes again.
+    offloaded = (rerun_policy_name(rerun_ops(name), offloads=True) for name in reruns[: offloads and is_left])
+    return *searched, *reruns, *offloaded
 
 
 def _worth_offloading(settings: StepSettings, layer: Layer, costs: dict[str, LayerCost]) -> dict[str, LayerCost]:

@@ -74,9 +74,9 @@ class SearchContext:
 
     @property
     def reruns(self) -> dict[int, tuple[str, ...]]:
-        """By kind of layer, ways to keep activations that name the ops to run again; none where a compiler chooses."""
+        """By kind of layer, ways to keep activations that name the ops to run again."""
         training = self.request.training
-        if not self.known_reruns and training.is_training and not training.compiled:
+        if not self.known_reruns and training.is_training:
             for layer in self.program.kinds:
                 front = rerun_front(self.program, layer, self.prices, training)
                 self.known_reruns[layer.kind] = tuple(choice.policy for choice in spaced_choices(front))

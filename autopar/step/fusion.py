@@ -7,7 +7,8 @@ Products, attention, collectives and lookups stay kernels of their own, and noth
 never in memory.
 
 Backward keeps what such kernels of their own saved, and statistics; the rest it computes again from what is kept, in
-the kernels that read it, unless that would have to keep more bytes than the result itself.
+the kernels that read it, unless that would have to keep more bytes than the result itself.  Results of ops that a
+strategy names (`rerun_policy_name`) it always computes again, from what is kept or from results of other such ops.
 """
 
 from __future__ import annotations
@@ -43,24 +44,30 @@ class FusedLayer:
         graph: its tensors: what is never in memory has no bytes, and nodes save what their backward then reads.
         forward: the kernels made of its ops; ops that are in none have a kernel of their own, views have none.
         backward: likewise of its backward.
+        reruns: those of the named ops whose results backward computes again.
     """
 
     graph: TensorGraph
     forward: tuple[FusedKernel, ...]
     backward: tuple[FusedKernel, ...]
+    reruns: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
-def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool) -> FusedLayer:
+def fused_layer(
+    placed: PlacedLayer, *, fuses_attention: bool, is_training: bool, reruns: frozenset[str] = frozenset()
+) -> FusedLayer:
     """What a compiler makes of a layer under a strategy.
 
     Args:
         placed: the layer.
         fuses_attention: as in `TrainingSpec`.
         is_training: whether it has a backward.
+        reruns: names of ops that backward computes again.
     """
     graph = tensor_graph(placed, fuses_attention=fuses_attention)
-    saving = _Saving(graph) if is_training else None
+    reruns = _inside_of_pieces(graph, reruns)
+    saving = _Saving(graph, reruns) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
     outputs = {output.key for output in graph.outputs}
     forward = _kernels(_forward_tasks(graph), kept | outputs, graph.sizes)
@@ -72,7 +79,7 @@ def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool
     joined = _kernels(tasks, leaving, graph.sizes)
     unseen = {key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms)}
     graph = _saved_until(_without_gradients(graph, unseen), joined.kernels)
-    return FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
+    return FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph), reruns)
 
 
 # --- kernels
@@ -252,16 +259,34 @@ def _reads(node: TensorNode) -> dict[_Key, float]:
 # --- what backward keeps
 
 
+def _inside_of_pieces(graph: TensorGraph, named: frozenset[str]) -> frozenset[str]:
+    """Of these ops, those that a compiler can run again: it sees them together with the ops that read their results."""
+    if not named:
+        return named
+    pieces: dict[TensorKey, set[int]] = {}
+    for node in graph.nodes:
+        for key in (*node.reads, *node.makes):
+            pieces.setdefault(key, set()).add(node.piece)
+    apart = {
+        node.op.name
+        for node in graph.nodes
+        if node.op and (node.has_kernel or any(len(pieces[key]) > 1 for key in node.makes))
+    }
+    return named - apart
+
+
 class _Saving:
     """What is kept from forward to backward, and what else each op's backward reads."""
 
-    def __init__(self, graph: TensorGraph) -> None:
+    def __init__(self, graph: TensorGraph, reruns: frozenset[str] = frozenset()) -> None:
         self._sizes = graph.sizes
+        self._reruns = reruns
         self._maker = {key: node for node in graph.nodes for key in node.makes}
         self.wanted = [_wanted(node) for node in graph.nodes]
-        self._kept = {
-            key for node, keys in zip(graph.nodes, self.wanted, strict=True) if not node.fuses for key in keys
-        }
+        self._kept: set[TensorKey] = set()
+        for node, keys in zip(graph.nodes, self.wanted, strict=True):
+            if not node.fuses:
+                self._kept |= self._origins(keys)
         for node, keys in zip(graph.nodes, self.wanted, strict=True):
             for key in keys if node.fuses else ():
                 self._keep(key, node.piece)
@@ -281,6 +306,29 @@ class _Saving:
             for each in node.reads:
                 yield from self.sources(each, piece)
 
+    def _is_named(self, key: TensorKey) -> bool:
+        """Whether a strategy names the op that makes a tensor, to run again; moves inside a device run with them."""
+        node = self._maker.get(key)
+        if node is None or not self._reruns:
+            return False
+        return node.op.name in self._reruns if node.op else node.is_local
+
+    def _origins(self, keys: Iterable[TensorKey]) -> set[TensorKey]:
+        """These tensors, with what they are computed again from in place of those that named ops make."""
+        origins: set[TensorKey] = set()
+        seen: set[TensorKey] = set()
+        waiting = list(keys)
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if self._is_named(key):
+                waiting += self._maker[key].reads
+            else:
+                origins.add(key)
+        return origins
+
     def _is_rerun(self, node: TensorNode, piece: int) -> bool:
         made, read = node.types[len(node.reads) :], node.types[: len(node.reads)]
         is_statistic = _STATISTICS_SHARE * sum(t.num_bytes for t in made) < sum(t.num_bytes for t in read)
@@ -288,7 +336,10 @@ class _Saving:
 
     def _keep(self, key: TensorKey, piece: int) -> None:
         """Keep a tensor, or what it is computed again from if that takes no more."""
-        sources = {each for each in self.sources(key, piece) if each in self._sizes}
+        if self._is_named(key):
+            self._kept |= self._origins([key])
+            return
+        sources = self._origins(self.sources(key, piece)) & self._sizes.keys()
         missing = sum(self._sizes[each] for each in sources - self._kept)
         self._kept |= sources if missing <= self._sizes.get(key, 0.0) else {key}
 

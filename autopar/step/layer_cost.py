@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Value
-from autopar.step.activation_policies import activation_policy
+from autopar.step.activation_policies import activation_policy, rerun_ops
 from autopar.step.instructions import InPieces, Reshard, RunOp
 from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
@@ -303,9 +303,9 @@ def weight_share(program: Program, op: Op) -> float:
 
 
 def is_rerun(op: Op, state: OpState, recompute: str, training: TrainingSpec) -> bool:
-    """Whether backward computes the op again; in place of some ops, a compiler reruns what it finds best."""
+    """Whether backward computes the op again; a compiler chooses by itself, unless the ops are named."""
     policy = activation_policy(recompute)
-    is_left = training.compiled and policy.reruns is not None
+    is_left = training.compiled and policy.reruns is not None and not rerun_ops(recompute)
     is_chosen = policy.is_rerun(op, has_kernel=state.has_kernel)
     return training.is_training and training.reruns and not is_left and is_chosen
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.step.activation_policies import ActivationPolicy, activation_policy
+from autopar.program import Op
+from autopar.step.activation_policies import ActivationPolicy, activation_policy, rerun_ops
 from autopar.step.fusion import fused_layer
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
@@ -83,37 +84,51 @@ def input_key(name: str) -> str:
 def running_memory(placed: PlacedLayer, policies: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
     """What one microbatch takes, for each of these ways to keep activations (names of `ActivationPolicy`)."""
     fuses, trains = training.fuses_attention, training.is_training
-    if training.compiled:
-        liveness = _Liveness(fused_layer(placed, fuses_attention=fuses, is_training=trains).graph)
-    else:
+    if not training.compiled:
         liveness = _Liveness(tensor_graph(placed, fuses_attention=fuses))
-    if not trains:
-        return dict.fromkeys(policies, liveness.without_backward())
-    return {name: liveness.memory(_policy(name, training)) for name in policies}
+        return {name: liveness.memory(activation_policy(name), is_training=trains) for name in policies}
+    memory: dict[str, RunningMemory] = {}
+    compiled: dict[frozenset[str], tuple[_Liveness, frozenset[str]]] = {}
+    for name in policies:
+        named = frozenset(rerun_ops(name) if trains else ())
+        if named not in compiled:
+            fused = fused_layer(placed, fuses_attention=fuses, is_training=trains, reruns=named)
+            compiled[named] = _Liveness(fused.graph, is_compiled=True), fused.reruns
+        liveness, reruns = compiled[named]
+        memory[name] = liveness.memory(_compiled(activation_policy(name), reruns), is_training=trains)
+    return memory
 
 
-def _policy(name: str, training: TrainingSpec) -> ActivationPolicy:
-    """The way to keep activations of this name; a compiler does in its own way what only reruns ops."""
-    policy = activation_policy(name)
-    return replace(policy, reruns=None) if training.compiled else policy
+def _compiled(policy: ActivationPolicy, reruns: frozenset[str]) -> ActivationPolicy:
+    """A way to keep activations where the compiler chooses which cheap ops run again: what it keeps is kept, but for
+    results of the ops of these names.
+    """
+
+    def runs_again(op: Op) -> bool:
+        return op.name in reruns
+
+    return replace(policy, reruns=runs_again if reruns else None)
 
 
 class _Liveness:
     """The lifetimes of one layer's tensors."""
 
-    def __init__(self, graph: TensorGraph) -> None:
+    def __init__(self, graph: TensorGraph, *, is_compiled: bool = False) -> None:
         self.graph = graph
+        self.is_compiled = is_compiled
         self.arrived = frozenset(graph.inputs.values())
         self.saved = self._sized(key for node in graph.nodes for key in node.saves)  # if everything is kept
         self.extra_bytes = sum(node.saved_extra for node in graph.nodes)
 
-    def without_backward(self) -> RunningMemory:
-        """Outside training."""
+    @cached_property
+    def _without_backward(self) -> RunningMemory:
         outputs = tuple((_text(key), self.graph.sizes.get(key, 0.0), 0.0) for key, _, _ in self.graph.outputs)
         return RunningMemory({}, 0.0, self._forward(set(), with_extra=False), inputs=self._inputs(), outputs=outputs)
 
-    def memory(self, policy: ActivationPolicy) -> RunningMemory:
-        """In training."""
+    def memory(self, policy: ActivationPolicy, *, is_training: bool) -> RunningMemory:
+        """Under this policy, which matters in training only."""
+        if not is_training:
+            return self._without_backward
         saved, extra_bytes = self._saved_by(policy)
         saved_bytes, all_bytes = sum(saved.values()) + extra_bytes, sum(self.saved.values()) + self.extra_bytes
         missing = {key: size for key, size in self.saved.items() if key not in saved}
@@ -181,8 +196,8 @@ class _Liveness:
         return kept
 
     def _around_rerun(self, policy: ActivationPolicy) -> set[TensorKey]:
-        """What rerun ops read and make, which stays until the layer's forward has run."""
-        if policy.reruns is None:
+        """What rerun ops read and make, which stays until the forward of an eager layer has run."""
+        if policy.reruns is None or self.is_compiled:
             return set()
         return {key for node in self.graph.nodes if _is_rerun(node, policy) for key in (*node.reads, *node.makes)}
 

@@ -8,11 +8,14 @@ and so is all that these read.  At a price ``p`` of memory minimise::
 Both sums are cuts of one graph (`_minimum`), so its minimum cut is the exact optimum; prices from 0 to all give the
 lower convex hull of (seconds, bytes).  It is found on the whole layer of one device: a sharding that divides all of it
 alike changes no choice, and every choice is priced as it is sharded.
+
+Where layers are compiled, ops have the seconds of their parts of kernels, and the tensors in question are those that
+the compiler would keep: it computes others again by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +23,12 @@ import networkx
 
 from autopar.program import Layer, Op, Program
 from autopar.step.activation_policies import can_rerun, rerun_policy_name
+from autopar.step.fusion import fused_layer
 from autopar.step.hull import HullPoint, follow_hull
 from autopar.step.local_layer import place_whole
 from autopar.step.op_seconds import op_seconds
 from autopar.step.prices import Prices
-from autopar.step.tensor_graph import TensorGraph, TensorKey, tensor_graph
+from autopar.step.tensor_graph import TensorGraph, TensorKey, TensorNode, tensor_graph
 from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["RerunChoice", "rerun_front", "spaced_choices"]
@@ -74,7 +78,12 @@ def rerun_front(program: Program, layer: Layer, prices: Prices, training: Traini
     placed = place_whole(program, layer)
     times = op_seconds(placed, prices, training)
     seconds = {op.name: time.forward_s for op, time in zip(layer.ops, times, strict=True)}
-    return _Hull(tensor_graph(placed, fuses_attention=training.fuses_attention), seconds).points()
+    graph = tensor_graph(placed, fuses_attention=training.fuses_attention)
+    saving = graph
+    if training.compiled:
+        saving = fused_layer(placed, fuses_attention=training.fuses_attention, is_training=True).graph
+    wanted = {key for node in saving.nodes for key in node.saves if key in graph.sizes}
+    return _Hull(graph, seconds, wanted).points()
 
 
 def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
@@ -91,12 +100,12 @@ def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
 class _Hull:
     """The hull of one layer's choices."""
 
-    def __init__(self, graph: TensorGraph, seconds: Mapping[str, float]) -> None:
-        self.graph, self.seconds = graph, seconds
+    def __init__(self, graph: TensorGraph, seconds: Mapping[str, float], wanted: Set[TensorKey]) -> None:
+        """`wanted`: what is kept if nothing is computed again."""
+        self.graph, self.seconds, self.wanted = graph, seconds, wanted
         self.maker: dict[TensorKey, Op | None] = {
             key: node.op for node in graph.nodes for key in node.makes if node.op is not None and can_rerun(node.op)
         }
-        self.wanted = {key for node in graph.nodes for key in node.saves if key in graph.sizes}
 
     def points(self) -> tuple[RerunChoice, ...]:
         least_s = min((each for each in self.seconds.values() if each > 0), default=0.0)
@@ -105,7 +114,7 @@ class _Hull:
         dearest = 2 * sum(self.seconds.values())  # a byte costs more than all ops
         points = follow_hull(self._best_at, dearest, _MAX_CUTS)
         distinct = {point.num_bytes: point.choice for point in points.values()}
-        return tuple(sorted(distinct.values(), key=lambda choice: choice.rerun_s))
+        return tuple(sorted(distinct.values(), key=lambda choice: (choice.rerun_s, -choice.kept_bytes)))
 
     def _best_at(self, price: float) -> HullPoint[RerunChoice]:
         choice = self._choice(self._minimum(price))
@@ -140,14 +149,21 @@ class _Hull:
         return frozenset(each for each in sides[0] if isinstance(each, str) and each != "source")
 
     def _choice(self, rerun: frozenset[str]) -> RerunChoice:
-        made_again = {key for key, op in self.maker.items() if op is not None and op.name in rerun}
-        needed = self.wanted | {
-            key
-            for node in self.graph.nodes
-            if node.op is not None and node.makes and node.op.name in rerun
-            for key in node.reads
-        }
+        """Of these ops, those of which something is needed: a cut may have others that cost nothing on its side."""
+        needed, names = set(self.wanted), set[str]()
+        for node in reversed(self.graph.nodes):
+            if node.op and node.op.name in rerun and not needed.isdisjoint(node.makes):
+                names.add(node.op.name)
+                needed.update(node.reads)
+        made_again = {key for key, op in self.maker.items() if op is not None and op.name in names}
         kept = sum(self.graph.sizes.get(key, 0.0) for key in needed - made_again)
-        names = [node.op.name for node in self.graph.nodes if node.op is not None and node.op.name in rerun]
-        policy = rerun_policy_name(names) if names else "none"
-        return RerunChoice(policy, sum(self.seconds[name] for name in names), kept)
+        ordered = [node.op.name for node in self.graph.nodes if node.op and self._runs(node, names, made_again)]
+        policy = rerun_policy_name(ordered) if ordered else "none"
+        return RerunChoice(policy, sum(self.seconds[name] for name in ordered), kept)
+
+    @staticmethod
+    def _runs(node: TensorNode, names: Set[str], made_again: Set[TensorKey]) -> bool:
+        """Whether a node is one of `names`, or a view of what they make."""
+        assert node.op is not None
+        is_view = not node.makes and not made_again.isdisjoint(node.reads) and can_rerun(node.op)
+        return node.op.name in names or is_view

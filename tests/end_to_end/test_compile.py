@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import CompilerError
 from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
+from autopar.step.activation_policies import rerun_ops
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end.harness import (
     GRADIENT_TOLERANCE,
@@ -50,6 +51,8 @@ def compile_counting(name: str, *constraints: str) -> tuple[ParallelModule, Any,
 def check_model(name: str, *constraints: str) -> None:
     """The step is the single device's; each kind of layer is one graph, compiled at most for two kinds of inputs."""
     parallel, single, inputs, counts = compile_counting(name, *constraints)
+    if "recompute=ops" in constraints:
+        assert any(rerun_ops(strategy.recompute) for strategy in parallel.plan.strategies)
     assert_same_step(parallel, single, inputs)
     assert len(counts) == len(parallel._executor.programs), "a program in several pieces"
     first = sum(counts.values())
@@ -103,7 +106,7 @@ def no_program(name: str) -> None:
 
 
 def test_two_ranks_run_compiled_layers() -> None:
-    gpt2 = partial(check_model, "gpt2", "tensor=2", "recompute=selective")
+    gpt2 = partial(check_model, "gpt2", "tensor=2", "recompute=ops")
     launch(2, gpt2, check_collectives, check_no_compiler, timeout_s=400)
 
 

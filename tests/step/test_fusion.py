@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from autopar.step.fusion import FusedLayer, fused_layer
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import place
 from autopar.step.op_seconds import op_seconds
+from autopar.step.rerun_front import rerun_front
 from autopar.step.training import TrainingSpec
 from tests.models import Gated
 from tests.zoo import subject
@@ -100,6 +101,51 @@ def kernels_counted() -> Generator[list[int]]:
         scheduler.Scheduler.codegen = codegen
 
 
+def forward_and_saved(lone: LoneLayer) -> tuple[Sequence[Tensor], list[Tensor]]:
+    """A layer's outputs, and what autograd saves."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+        return lone.forward(), saved
+
+
+def bytes_but_parameters(saved: list[Tensor], lone: LoneLayer) -> int:
+    """Of these tensors, with each storage once."""
+    held = {x.untyped_storage().data_ptr() for x in lone._held}  # pyright: ignore[reportPrivateUsage]
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    return sum(size for key, size in sizes.items() if key not in held)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_inductor_computes_named_ops_again(name: str) -> None:
+    """It keeps as many bytes less as predicted, for a point of the front that reruns cheap ops and for one that reruns
+    products, and the gradients are those of a layer that keeps everything.
+    """
+    traced = subject(name).traced
+    program = traced.program
+    layer, strategy = max(one_device(program), key=lambda each: len(each[0].ops))
+    training = replace(ON_CPU, compiled=True)
+    front = rerun_front(program, layer, ClusterPrices(Cluster.of("h100")), training)
+    policies = ["none", front[2].policy, front[-3].policy]
+    memory = running_memory(place(program, layer, strategy), policies, training)
+    gradients: list[list[Tensor | None]] = []
+    measured: list[int] = []
+    for policy in policies:
+        torch.manual_seed(0)
+        lone = LoneLayer(program, layer, replace(strategy, recompute=policy), compiled=True, constants=traced.constants)
+        outputs, saved = forward_and_saved(lone)
+        gradients.append(list(lone.backward(outputs)))
+        measured.append(bytes_but_parameters(saved, lone))
+    predicted = [memory[policy].saved_bytes for policy in policies]
+    for size, saved_bytes in zip(predicted[1:], measured[1:], strict=True):
+        assert predicted[0] - size == pytest.approx(measured[0] - saved_bytes, rel=0.01)
+    assert predicted[0] > 1.1 * predicted[1] > 1.5 * predicted[2]
+    for again in gradients[1:]:
+        for one, other in zip(gradients[0], again, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 @pytest.mark.parametrize(("name", "more"), [("llama", (5, 2)), ("gpt2", (0, 6))])
@@ -112,15 +158,11 @@ def test_kernels_and_saved_bytes_are_those_of_inductor(name: str, more: tuple[in
     layer, strategy = max(one_device(program), key=lambda each: len(each[0].ops))
     placed = place(program, layer, strategy)
     fused = fused_layer(placed, fuses_attention=False, is_training=True)
-    saved: list[Tensor] = []
     with kernels_counted() as counts:
         lone = LoneLayer(program, layer, strategy, compiled=True, constants=traced.constants)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
-            outputs = lone.forward()
+        outputs, saved = forward_and_saved(lone)
         lone.backward(outputs)
-    held = {x.untyped_storage().data_ptr() for x in lone._held}  # pyright: ignore[reportPrivateUsage]
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    measured = sum(size for key, size in sizes.items() if key not in held)
+    measured = bytes_but_parameters(saved, lone)
     predicted = running_memory(placed, ("none",), replace(ON_CPU, compiled=True))["none"].saved_bytes
     assert predicted == pytest.approx(measured, rel=0.02)
     for kernels, count, most in zip((fused.forward, fused.backward), counts, more, strict=True):

@@ -23,6 +23,7 @@ class Shifted(nn.Module):
     "name", ["deep_gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "deep_vit"))]
 )
 def test_ops_of_one_kind_become_the_same(name, monkeypatch):
+    models.skip_before_transformers_5("masks are made by vmap, and such programs are decomposed as a whole")
     model, inputs = models.make(name)
     sizes = []
     whole = torch_internals.run_decompositions

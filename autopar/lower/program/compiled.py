@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import compile_graph, split_graph
+from autopar.lower.compat import compile_graph, run_again_in_backward, split_graph
 from autopar.lower.kernels import APART, KERNELS
 from autopar.lower.program.layer_ops import (
     LayerContext,
@@ -29,16 +29,22 @@ from autopar.lower.program.layer_ops import (
     redistribute,
     run_kernel,
 )
+from autopar.lower.program.layer_program import LayerProgram
 from autopar.ops import family_of
+from autopar.step.activation_policies import rerun_ops
 
 __all__ = ["compile_program"]
 
 
-def compile_program(module: fx.GraphModule, communicator: Communicator) -> Callable[..., Any]:
-    """What `module`, a layer program, computes, compiled when it is first called (and again for other strides).
+def compile_program(program: LayerProgram, communicator: Communicator) -> Callable[..., Any]:
+    """What a layer program's module computes, compiled when it is first called (and again for other strides).
 
-    What inductor keeps for backward takes the place of selective recomputation: it computes cheap ops again by itself.
+    The compiler runs cheap ops again in backward by itself, which takes the place of ``recompute=selective``.  If the
+    strategy names the ops that run again, it does so with those, as far as they are inside of one piece.
     """
+    module = program.module
+    if rerun_ops(program.strategy.recompute):
+        run_again_in_backward(node for node in module.graph.nodes if node.name in program.rerun)
     pieces = _pieces(module.graph)
     parts = split_graph(module, lambda node: pieces[node])
     for name, part in list(parts.named_children()):

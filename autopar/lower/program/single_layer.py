@@ -74,7 +74,7 @@ class LoneLayer:
         self._held = [maker.make(local.values[index]) for index in local.state]
         self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
         if compiled:
-            lowered.module.forward = compile_program(lowered.module, self._context.communicator)
+            lowered.module.forward = compile_program(lowered, self._context.communicator)
         outputs = self.forward()
         self._gradients = [torch.randn_like(x) if x.requires_grad else None for x in outputs]
 

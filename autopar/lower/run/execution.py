@@ -87,7 +87,7 @@ class Executor:
         communicator.prepare(sorted({axis for runner in self.runners.values() for axis in runner.axes}))
         if compile_layers:
             for lowered in self.programs:
-                lowered.module.forward = compile_program(lowered.module, communicator)
+                lowered.module.forward = compile_program(lowered, communicator)
 
     @property
     def programs(self) -> tuple[LayerProgram, ...]:
