@@ -8,8 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS := 2
-# One thread a process: the tests and the demo run several processes on few cores.
-RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One thread a process: the tests and the demo run several processes on few cores.  Bytecode is kept, also where the
+# environment says otherwise, as containers do: compiling the package costs each process 0.6 s.
+RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 # Neighbouring tests share models that are traced once a process, so each process gets one half, and then what is left.
 PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 

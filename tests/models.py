@@ -68,16 +68,16 @@ def make_gpt2(batch: int = 8, layers: int = 2, length: int = 16, dropout: float 
     return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": unevenly_masked(ids)}
 
 
-def make_bert(batch: int = 8, layers: int = 2, length: int = 16) -> Model:
-    """An encoder with a padding mask that is an input."""
+def make_bert(batch: int = 8, layers: int = 2, length: int = 16, *, classifies: bool = False) -> Model:
+    """An encoder with a padding mask that is an input; it predicts masked tokens, or a class for each text."""
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=8,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     ids = tokens(batch, length, 64)
-    return transformers.BertForMaskedLM(config), {
-        "input_ids": ids, "attention_mask": padding_mask(batch, length), "labels": unevenly_masked(ids),
-    }  # fmt: skip
+    model = (transformers.BertForSequenceClassification if classifies else transformers.BertForMaskedLM)(config)
+    labels = tokens(batch, 1, 2)[:, 0] if classifies else unevenly_masked(ids)
+    return model, {"input_ids": ids, "attention_mask": padding_mask(batch, length), "labels": labels}
 
 
 def make_t5(batch: int = 8, layers: int = 2, length: int = 16) -> Model:
@@ -455,6 +455,9 @@ PIPELINE_ZOO: Mapping[str, Callable[[], Model]] = {
 # Which no suite over a zoo trains.
 _OTHERS: Mapping[str, Callable[[], Model]] = {
     "mixtral": make_mixtral,
+    "classifying_bert": partial(make_bert, layers=1, length=8, classifies=True),
+    "short_t5": partial(make_t5, layers=1, length=8),
+    "short_bart": partial(make_bart, layers=1, length=8),
     "grouped_mixtral": partial(make_mixtral, products="grouped_mm"),  # at most float32
 }
 

@@ -1,4 +1,4 @@
-"""What Dynamo's code calls: a graph that is planned when it first meets sizes, and then runs by that plan."""
+"""The callable for Dynamo: a graph that is planned for each new set of sizes, and then runs by that plan."""
 
 from __future__ import annotations
 

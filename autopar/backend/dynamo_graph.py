@@ -1,4 +1,4 @@
-"""What Dynamo hands over: a graph, and for each of its flat arguments what it is and what the user calls it."""
+"""The graph that Dynamo passes, with the role and the user's name of each of its flat arguments."""
 
 from __future__ import annotations
 

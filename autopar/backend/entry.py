@@ -1,4 +1,4 @@
-"""What torch finds under the name ``"autopar"``; the package's metadata name it, so that nobody has to import it."""
+"""The entry point ``"autopar"`` of torch.compile's backends, registered by the package's metadata."""
 
 from __future__ import annotations
 

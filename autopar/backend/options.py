@@ -1,4 +1,4 @@
-"""What the user says: ``options`` of ``torch.compile``, read once.
+"""The ``options`` of ``torch.compile``, parsed once.
 
 ==============  ========================================================================================
 option          meaning

@@ -106,7 +106,7 @@ def _constraints(options: Options, program: Program, stored: Stored, *, is_free:
     """What the search must respect: where parameters are no longer free to move, nothing about their storage.
 
     Raises:
-        BackendError: microbatches are asked for, and nobody knows which output is the loss.
+        BackendError: microbatches are demanded, and it is not known which output is the loss.
     """
     kept = tuple(text for text in options.constraints if trains or not _MICROBATCHES.search(text))
     if trains and not program.loss and any(map(_MICROBATCHES.search, kept)):
@@ -212,8 +212,8 @@ def _decide(
 
 def _check_edit(plan: Plan, request: SearchRequest, path: str) -> None:
     """Raise unless parameters are stored where they are, and the graph runs in one piece."""
-    wanted = {name: refine_layout(layout, mesh, plan.shared_mesh) for name, mesh, layout in request.stored}
-    moved = [name for name, layout in plan.shared_storage if wanted.get(name, layout) != layout]
+    layouts = {name: refine_layout(layout, mesh, plan.shared_mesh) for name, mesh, layout in request.stored}
+    moved = [name for name, layout in plan.shared_storage if layouts.get(name, layout) != layout]
     if moved or plan.stages or plan.num_microbatches > request.max_microbatches:
         what = f"stores {moved[0]!r} elsewhere" if moved else "has stages or microbatches"
         raise BackendError(

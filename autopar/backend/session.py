@@ -1,4 +1,4 @@
-"""What all graphs on one mesh share: how ranks talk, what devices cost, the plans made so far."""
+"""The state that all graphs on one mesh share: communicator, prices, and the plans made so far."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _sessions: dict[DeviceMesh, Session] = {}
 
 
 def session_of(mesh: DeviceMesh) -> Session:
-    """The session of this mesh, made when first asked for."""
+    """The session of this mesh, created on first use."""
     result = _sessions.get(mesh)
     if result is None or result.world is not dist.group.WORLD:  # the process group was started anew
         result = _sessions[mesh] = Session(mesh)

@@ -79,11 +79,11 @@ def shard_in_place(
     know_mesh(mesh, None, None, is_whole_world=True)
     watch_functions()
     watch_steps()
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):
-            _replace_in_module(found, made)
-        elif issubclass(type(found), torch.optim.Optimizer):
-            _replace_in_optimizer(found, made, shards)
+    for owner in gc.get_objects():
+        if issubclass(type(owner), nn.Module):
+            _replace_in_module(owner, made)
+        elif issubclass(type(owner), torch.optim.Optimizer):
+            _replace_in_optimizer(owner, made, shards)
     return made
 
 

@@ -65,7 +65,7 @@ def with_whole_inputs(graph: CapturedGraph, values: Sequence[Any]) -> list[Any]:
 
 
 def as_expected(output: Tensor, expected: Expected) -> Tensor:
-    """A whole output as what Dynamo found that the graph puts out; sums that wait to be made come made."""
+    """A whole output in the form that Dynamo expects of the graph; pending sums are finished first."""
     output = output.to(expected.dtype)
     if expected.mesh is None:
         return output.full_tensor() if isinstance(output, DTensor) else output

@@ -1,4 +1,4 @@
-"""What to do with a model on a cluster, in ten lines: the plan, why, the next best, what would help, how to run it."""
+"""A recommendation in ten lines: the plan, why, the next best, what would help, and how to run it."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def advise(planner: Planner, question: Question, budget_s: float) -> Advice:
 
     Raises:
         InfeasibleError: nothing fits.
-        AutoparError: the target, or what is asked of it, can't be used.
+        AutoparError: the target or the question can't be used.
     """
     answer = planner.answer(question)
-    alike = question
+    same_groups = question
     if question.cluster.world_size > 1 and not any(text.startswith("pipeline") for text in question.constraints):
         groups = f"pipeline={answer.plan.num_groups if answer.plan.stages else 1}"
-        alike = replace(question, constraints=(*question.constraints, groups))
+        same_groups = replace(question, constraints=(*question.constraints, groups))
     deadline = time.perf_counter() + budget_s
-    asked = [
-        partial(alternative_before, planner, alike, text, deadline)
+    searches = [
+        partial(alternative_before, planner, same_groups, text, deadline)
         for text in _doubled(question, answer.plan.samples_per_step)
     ]
-    helps = call_in_parallel(asked[0], asked[1:]) if budget_s > 0 else []
+    helps = call_in_parallel(searches[0], searches[1:]) if budget_s > 0 else []
     return Advice(planner.model(question).recipe, answer, explain(answer), tuple(helps))
 
 
 def _doubled(question: Question, rows: int) -> Iterator[str]:
-    """Twice of what is given, as `change` reads it; what takes longest to search for comes last."""
+    """Twice of each given value, as `change` reads it; the longest search comes last."""
     cluster = question.cluster
     limit = read_bytes(question.memory) if question.memory is not None else cluster.device.usable_memory_bytes
     yield f"memory={2 * limit / 2**30:.4g}GiB"
@@ -105,18 +105,18 @@ def _what_helps(advice: Advice) -> str:
     gains += [
         (row.change, row.plan.samples_per_step / row.plan.step_time_s / rate - 1) for row in advice.helps if row.plan
     ]
-    found = [
+    parts = [
         f"{text} {gain:+.1%} rows/s" for text, gain in sorted(gains, key=lambda pair: -pair[1]) if gain >= _WORTH_IT
     ]
     little = [text for text, gain in gains if gain < _WORTH_IT]
     if little:
-        found.append(f"less than {_WORTH_IT:.0%}: {', '.join(little)}")
+        parts.append(f"less than {_WORTH_IT:.0%}: {', '.join(little)}")
     problems: dict[str, list[str]] = {}
     for row in advice.helps:
         if row.plan is None:
             problems.setdefault(row.problem, []).append(row.change)
-    found += [f"{', '.join(changes)}: {problem}" for problem, changes in problems.items()]
-    return " · ".join(found) or "not searched"
+    parts += [f"{', '.join(changes)}: {problem}" for problem, changes in problems.items()]
+    return " · ".join(parts) or "not searched"
 
 
 def _script(advice: Advice, saved: str | None) -> Iterator[str]:

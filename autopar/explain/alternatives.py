@@ -97,7 +97,7 @@ def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:
 
 @phase("pricing other choices")
 def forced_choices(planner: Planner, question: Question, budget_s: float) -> tuple[Alternative, ...]:
-    """The usual alternatives to what a plan decides, as long as there is time for one more that takes as long."""
+    """The usual alternatives to a plan's decisions, while there is time for one more search as long as the longest."""
     rows: list[Alternative] = []
     started = before = time.perf_counter()
     longest_s = 0.0

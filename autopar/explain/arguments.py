@@ -57,7 +57,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number: write one, such as 64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number: write one, such as 64")
     return int(text)
 
 

@@ -35,7 +35,7 @@ __all__ = ["Checked", "check_plan", "load_plan", "rehearse"]
 class Checked:
     """An edited plan that runs on the model, priced again, and the best plan.
 
-    `before` is the plan as it was read, or the best one, before what ``--set`` asked for.
+    `before` is the plan as it was read, or the best one, before the changes of ``--set``.
     """
 
     best: Answer
@@ -44,7 +44,7 @@ class Checked:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in memory, also if it takes as much more as predictions may be off: what a search asks."""
+        """Whether it fits in memory with the margin for the error of predictions, as a search requires."""
         plan = self.answer.plan
         return plan.peak_memory_bytes * (1 + plan.memory_error) <= self.best.plan.memory_limit_bytes
 

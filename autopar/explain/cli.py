@@ -152,7 +152,7 @@ def _plan(planner: Planner, question: Question) -> Plan:
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:
-    """After the answer is printed, so that whatever goes wrong here does not lose it; the page takes longest."""
+    """After the answer is printed, so that an error here does not lose it; the page is the slowest."""
     if options.save:
         write_text(options.save, findings.answer.plan.to_json())
     if options.trace:

@@ -62,12 +62,12 @@ def model_of_config(
             f"{str(path)!r} ({kind}) is no model that {library} {package.__version__} builds{code}: "
             f"{type(error).__name__}: {error!s:.200}. {_FACTORY}"
         ) from error
-    asked = _Asked(path, model, batch, sequence, is_packed)
-    if is_packed and "position_ids" not in asked.arguments:
+    request = _ConfigRequest(path, model, batch, sequence, is_packed)
+    if is_packed and "position_ids" not in request.arguments:
         raise QuestionError(
             f"{str(path)!r}: {type(model).__name__} has no position_ids to tell documents of a row apart"
         )
-    inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(asked))
+    inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(request))
     written = ", ".join(f'"{name}": {_literal(value)}' for name, value in inputs.items())
     return model, inputs, f"{recipe}; inputs = {{{written}}}"
 
@@ -127,7 +127,7 @@ def _denoiser(diffusers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any,
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ConfigRequest:
     """A model of `path`, and the batch that it is to be called with."""
 
     path: Path
@@ -146,10 +146,10 @@ class _Asked:
 
     def length(self) -> int:
         """Tokens of a row."""
-        found = self.sequence or getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(found, int) or found < 1:
+        length = self.sequence or getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(length, int) or length < 1:
             raise QuestionError(f"{str(self.path)!r} says nothing of the sequence length: add --seq 4096")
-        return found
+        return length
 
     def ids(self, *shape: int) -> Tensor:
         return torch.empty(self.rows, *shape, dtype=torch.int64, device="meta")
@@ -168,48 +168,48 @@ class _Asked:
         return self.floats(number, *pair)
 
 
-def _transformer_inputs(asked: _Asked) -> Iterator[tuple[str, Any]]:
-    model, name = asked.model, type(asked.model).__name__
-    has_both = {"input_ids", "pixel_values"} <= set(asked.arguments)
-    if has_both and "return_loss" in asked.arguments:
-        yield "input_ids", asked.ids(asked.length())
-        yield "pixel_values", asked.images("num_channels", "image_size")
+def _transformer_inputs(request: _ConfigRequest) -> Iterator[tuple[str, Any]]:
+    model, name = request.model, type(request.model).__name__
+    has_both = {"input_ids", "pixel_values"} <= set(request.arguments)
+    if has_both and "return_loss" in request.arguments:
+        yield "input_ids", request.ids(request.length())
+        yield "pixel_values", request.images("num_channels", "image_size")
         yield "return_loss", True
         return
     if has_both or model.main_input_name not in ("input_ids", "pixel_values"):
         both = "input_ids and pixel_values" if has_both else model.main_input_name
-        raise QuestionError(f"{str(asked.path)!r}: a config does not say what {both} of {name} look like. {_FACTORY}")
+        raise QuestionError(f"{str(request.path)!r}: a config does not say what {both} of {name} look like. {_FACTORY}")
     if model.main_input_name == "input_ids":
-        given = asked.ids(asked.length())
-    elif asked.sequence is not None:
-        raise QuestionError(f"{str(asked.path)!r}: {name} takes images, not tokens: leave --seq out")
+        given = request.ids(request.length())
+    elif request.sequence is not None:
+        raise QuestionError(f"{str(request.path)!r}: {name} takes images, not tokens: leave --seq out")
     else:
-        given = asked.images("num_channels", "image_size")
+        given = request.images("num_channels", "image_size")
     yield model.main_input_name, given
-    if "labels" in asked.arguments and name.endswith((*_LABEL_PER_TOKEN, *_LABEL_PER_ROW)):
-        yield "labels", asked.ids() if name.endswith(_LABEL_PER_ROW) else asked.ids(*given.shape[1:])
-    if asked.is_packed:
+    if "labels" in request.arguments and name.endswith((*_LABEL_PER_TOKEN, *_LABEL_PER_ROW)):
+        yield "labels", request.ids() if name.endswith(_LABEL_PER_ROW) else request.ids(*given.shape[1:])
+    if request.is_packed:
         yield "position_ids", given
 
 
-def _denoiser_inputs(asked: _Asked) -> Iterator[tuple[str, Any]]:
+def _denoiser_inputs(request: _ConfigRequest) -> Iterator[tuple[str, Any]]:
     """What a denoiser of images is called with: arguments that it needs, and those that a field says it has."""
-    config = asked.config
+    config = request.config
     known: dict[str, tuple[str, Callable[[], Tensor]]] = {
-        "sample": ("sample_size", lambda: asked.images("in_channels", "sample_size")),
-        "hidden_states": ("sample_size", lambda: asked.images("in_channels", "sample_size")),
-        "timestep": ("in_channels", asked.ids),
+        "sample": ("sample_size", lambda: request.images("in_channels", "sample_size")),
+        "hidden_states": ("sample_size", lambda: request.images("in_channels", "sample_size")),
+        "timestep": ("in_channels", request.ids),
         "encoder_hidden_states": (
-            "cross_attention_dim", lambda: asked.floats(asked.sequence or _TEXT_TOKENS, config.cross_attention_dim),
+            "cross_attention_dim", lambda: request.floats(request.sequence or _TEXT_TOKENS, config.cross_attention_dim),
         ),
-        "class_labels": ("num_embeds_ada_norm", asked.ids),
+        "class_labels": ("num_embeds_ada_norm", request.ids),
     }  # fmt: skip
-    for name, parameter in asked.arguments.items():
-        field, make = known.get(name, ("", asked.ids))
+    for name, parameter in request.arguments.items():
+        field, make = known.get(name, ("", request.ids))
         if field and isinstance(getattr(config, field, None), int | list | tuple):
             yield name, make()
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
             raise QuestionError(
-                f"{str(asked.path)!r}: a config does not say what {name!r} of {type(asked.model).__name__} looks "
+                f"{str(request.path)!r}: a config does not say what {name!r} of {type(request.model).__name__} looks "
                 f"like. {_FACTORY}"
             )

@@ -1,4 +1,4 @@
-"""Change a plan without counting brackets: ``--edit plan.json --set "model.layers.*: recompute=full"``."""
+"""Edit a plan from the command line: ``--edit plan.json --set "model.layers.*: recompute=full"``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Edit:
-    """What the layers that match `pattern` are to do: `key` = `value`; `text` is how it was asked for."""
+    """What the layers that match `pattern` are to do: `key` = `value`; `text` is the option as typed."""
 
     text: str
     pattern: str
@@ -104,11 +104,11 @@ def _changed(plan: Plan, program: Program, number: int, edit: Edit) -> LayerStra
 def _strategy_of(plan: Plan, number: int, edit: Edit) -> LayerStrategy:
     """The strategy of the layer that `edit` names."""
     named = [layer for layer in plan.layers if layer.name == edit.value]
-    alike = [layer.name for layer in plan.layers if layer.kind == plan.layers[number].kind]
+    same_kind = [layer.name for layer in plan.layers if layer.kind == plan.layers[number].kind]
     if not named or named[0].kind != plan.layers[number].kind:
         raise QuestionError(
             f"--set {edit.text!r}: {plan.layers[number].name} can be like layers of its kind only: "
-            f"{', '.join(alike[:4])}{' ...' if len(alike) > 4 else ''}"
+            f"{', '.join(same_kind[:4])}{' ...' if len(same_kind) > 4 else ''}"
         )
     return plan.strategies[named[0].strategy]
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: where time and bytes go, what binds, which link carries what."""
+"""Why a plan was chosen: where its time and memory go, what limits it, and the traffic of each link."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _binds(plan: Plan, device: Device, links: tuple[LinkRow, ...]) -> str:
     shares = {name: seconds / total for name, seconds in plan.prediction.summary(plan.num_groups).items()}
     first = max(("compute", "exposed communication", "waiting in the pipeline"), key=lambda name: shares.get(name, 0.0))
     others = [(name, share) for name, share in shares.items() if name != first and share >= _SAID]
-    main = ", ".join([f"{first} takes {shares[first]:.0%} of the step", *(f"{n} {share:.0%}" for n, share in others)])
+    main = ", ".join([f"{first} is {shares[first]:.0%} of the step", *(f"{n} {share:.0%}" for n, share in others)])
     if first == "exposed communication" and links:
         main += f"; of all communication most is {links[0].kind} over {links[0].link}"
     return f"{main}; {_memory(plan, device)}"
@@ -152,5 +152,5 @@ def _memory(plan: Plan, device: Device) -> str:
     text = f"memory is {full:.0%} full"
     if plan.memory_limit_bytes == device.usable_memory_bytes and device.overhead_bytes:
         whole, rest = size(device.memory_bytes).text, size(device.overhead_bytes).text
-        text += f" (of {whole} the limit leaves out {rest} for the context, communicators and fragments)"
-    return f"{text}, so it shapes the plan" if full > FULL else text
+        text += f" (of {whole}, {rest} are reserved for the context, communicators and fragments)"
+    return f"{text}, so it limits the plan" if full > FULL else text

@@ -31,7 +31,7 @@ def next_steps(answer: Answer, explanation: Explanation, forced: tuple[Alternati
     faster_kinds = [runner for runner in explanation.runners_up if runner.loses < 0 and runner.is_simulated]
     if not plan.compiled and any("compiled" in runner.what for runner in faster_kinds):
         gain = -min(runner.loses for runner in faster_kinds)
-        yield f"Compiling makes the step {gain:.1%} faster, too little for the search to ask for it: --compile does."
+        yield f"Compiling makes the step {gain:.1%} faster, too little for the search to choose it: --compile does so."
     total = plan.step_time_s or 1.0
     shares = {name: seconds / total for name, seconds in plan.prediction.summary(plan.num_groups).items()}
     if shares.get("exposed communication", 0.0) >= _MANY:
@@ -39,8 +39,8 @@ def next_steps(answer: Answer, explanation: Explanation, forced: tuple[Alternati
         rate = question.cluster.between if question.cluster.num_nodes > 1 else question.cluster.within
         twice = 2 * rate.gather_bytes_per_s / 1e9
         yield (
-            f"Communication takes {shares['exposed communication']:.0%} of the step. What twice the bandwidth gains: "
-            f"--what-if link.{link}={twice:.0f}GB/s; what larger batches gain: --what-if batch="
+            f"Exposed communication is {shares['exposed communication']:.0%} of the step. To see the gain of twice "
+            f"the bandwidth: --what-if link.{link}={twice:.0f}GB/s; of larger batches: --what-if batch="
             f"{2 * plan.samples_per_step}."
         )
     if shares.get("waiting in the pipeline", 0.0) >= _MANY:
@@ -51,7 +51,7 @@ def next_steps(answer: Answer, explanation: Explanation, forced: tuple[Alternati
         )
     if explanation.memory_share > FULL:
         yield (
-            f"Memory is {explanation.memory_share:.0%} full and shapes the plan. What more of it gains: --what-if "
+            f"Memory is {explanation.memory_share:.0%} full and limits the plan. To see the gain of more: --what-if "
             f"memory={2 * plan.memory_limit_bytes / 2**30:.0f}GiB."
         )
     if shares.get("compute", 0.0) >= _MOST and question.cluster.world_size > 1:
@@ -60,7 +60,7 @@ def next_steps(answer: Answer, explanation: Explanation, forced: tuple[Alternati
         nodes = question.cluster.num_nodes
         yield (
             f"{shares['compute']:.0%} of the step is compute: only {less}a lower precision or more devices make it "
-            f"faster. How it scales: --sweep nodes={nodes},{2 * nodes} --weak."
+            f"faster. To see how it scales: --sweep nodes={nodes},{2 * nodes} --weak."
         )
     for runner in explanation.runners_up:
         small = runner.peak_memory_bytes < _LESS_MEMORY * plan.peak_memory_bytes

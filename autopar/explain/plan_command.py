@@ -55,13 +55,13 @@ def _run(options: argparse.Namespace) -> int:
     question = read_question(options)
     check_writable([options.save] if options.save else [])
     planner = Planner(options.target, read_profile(options.profile, question))
-    asked = options.sweep and sweep_questions(planner, question, options.sweep, is_weak=options.weak)
+    values = options.sweep and sweep_questions(planner, question, options.sweep, is_weak=options.weak)
     printer = Printer()
     advice = advise(planner, question, options.seconds)
     if options.save:
         write_text(options.save, advice.answer.plan.to_json())
     for line in advice_lines(advice, options.save):
         printer.line(line)
-    if asked:
-        printer.table(sweep_table(options.sweep, sweep(planner, asked)))
+    if values:
+        printer.table(sweep_table(options.sweep, sweep(planner, values)))
     return 0

@@ -64,7 +64,7 @@ class Planner:
 
         Raises:
             InfeasibleError: nothing fits.
-            AutoparError: the target, or what is asked of it, can't be used.
+            AutoparError: the target or the question can't be used.
         """
         prices, request = self._request(question)
         program, trace_s = self.program(question), self._traced_program(question)[1]
@@ -78,7 +78,7 @@ class Planner:
 
         def find(program: Program) -> Plan:
             return search_plan(
-                question.compile, lambda own, asked: search(own, size, prices, asked), program, prices, request, size
+                question.compile, lambda own, given: search(own, size, prices, given), program, prices, request, size
             )
 
         lengths = None if is_alternative else self._lengths(question, program)
@@ -97,13 +97,13 @@ class Planner:
             plan = FamilyPlanner(lengths, trace, find, prices, request).family(plan, whole)
             program = as_decided(whole, plan.decisions)
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean
-            note = f"{cut:.1%} of the tokens of --lengths are behind a row's {lengths.longest:,}, and count as cut"
+            note = f"{cut:.1%} of the tokens of --lengths are beyond a row's {lengths.longest:,}, and count as cut"
             plan = replace(plan, notes=(*plan.notes, note) if cut > 0 else plan.notes)
         training = request.training.running(compiled=plan.compiled)
         return Answer(question, plan, program, prices, training, tuple(considered))
 
     def _lengths(self, question: Question, program: Program) -> Lengths | None:
-        """The distribution that is asked about, with what is longer than a row cut."""
+        """The distribution of lengths in the question, cut to the length of a row."""
         given = read_distribution(question.lengths)
         return None if given is None else given.clipped(check_rows(program))
 

@@ -101,7 +101,7 @@ def change(question: Question, text: str) -> Question:
 
     Raises:
         QuestionError: it is none of these.
-        ConstraintError: it is no amount of memory, no imbalance, or no length of documents.
+        ConstraintError: it is not an amount of memory, no imbalance, or no length of documents.
     """
     name, separator, value = text.partition("=")
     name = name.strip()
@@ -147,7 +147,7 @@ def _yes_or_no(text: str, value: str) -> bool:
 def _whole(text: str, value: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", value) or not int(value):
         name = text.partition("=")[0]
-        raise QuestionError(f"{text!r}: {value!r} is no positive whole number; write for instance {name}=16")
+        raise QuestionError(f"{text!r}: {value!r} is not a positive whole number; write for instance {name}=16")
     return int(value)
 
 

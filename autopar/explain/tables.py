@@ -26,7 +26,7 @@ _SHORT = {
     "recompute": "recomp.",
     "optimizer": "optim.",
 }
-_HIDDEN = {"overlapped communication": "of it overlapped or joined"}
+_HIDDEN = {"overlapped communication": "of it overlapped or merged"}
 
 
 def kind_name(layers: Sequence[str]) -> str:
@@ -87,7 +87,7 @@ def forced_table(rows: Sequence[Alternative], plan: Plan) -> Table:
 
 def what_if_table(rows: Sequence[Alternative], plan: Plan) -> Table:
     """The plans of what-ifs below the first one."""
-    every = [Alternative("as asked", plan), *rows]
+    every = [Alternative("as given", plan), *rows]
     return _alternatives("What if", "what if", every, "vs. plan", _versus(plan))
 
 
@@ -134,8 +134,8 @@ def _alternatives(
     for row in rows:
         plan = row.plan
         if plan is None:
-            alike = problems.pop(row.problem, [])  # rows with one problem share a line
-            cells += [("; ".join(alike), *["-"] * (len(columns) - 2), row.problem)] if alike else []
+            changes = problems.pop(row.problem, [])  # rows with one problem share a line
+            cells += [("; ".join(changes), *["-"] * (len(columns) - 2), row.problem)] if changes else []
             continue
         devices, rates = [count(plan.world_size)] * has_devices, [_rows_per_s(plan)] * has_rates
         cells.append(

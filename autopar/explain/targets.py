@@ -1,4 +1,4 @@
-"""What is to be explained: a factory in a module or file, a Hugging Face config, or a saved plan."""
+"""Targets of a question: a factory in a module or file, a Hugging Face config, or a saved plan."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def _import(place: str) -> ModuleType:
 def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | None) -> ModelTarget:
     if not callable(factory):
         raise QuestionError(f"{text!r} is no function: name one that returns a model, or (model, example_inputs)")
-    wanted = {"batch": batch, "seq": sequence, "sequence": sequence}
+    arguments = {"batch": batch, "seq": sequence, "sequence": sequence}
     known = inspect.signature(factory).parameters
-    given = {name: value for name, value in wanted.items() if name in known and value is not None}
+    given = {name: value for name, value in arguments.items() if name in known and value is not None}
     if (batch is not None and "batch" not in given) or (sequence is not None and not {"seq", "sequence"} & set(given)):
         raise QuestionError(
             f"{text!r} takes {', '.join(known) or 'no arguments'}: give it parameters batch and seq for --batch and "

@@ -215,11 +215,11 @@ class AutoparStrategy(_ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors, on rank 0."""
         own: Any = self
-        found: dict[str, Any] = dict(own.lightning_module.state_dict())
+        state: dict[str, Any] = dict(own.lightning_module.state_dict())
         for path, module in self._parallel().items():
-            found = {name: value for name, value in found.items() if not name.startswith(f"{path}.")}
-            found |= {f"{path}.{name}": value for name, value in module.full_state_dict(rank=0).items()}
-        return found
+            state = {name: value for name, value in state.items() if not name.startswith(f"{path}.")}
+            state |= {f"{path}.{name}": value for name, value in module.full_state_dict(rank=0).items()}
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors into what each rank has of them."""

@@ -1,4 +1,4 @@
-"""What all trainers do: parallelize over the processes that were started, with a batch that a loader gives."""
+"""Shared by all trainers: parallelize over the running processes, with an example batch from a loader."""
 
 from __future__ import annotations
 

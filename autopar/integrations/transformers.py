@@ -196,7 +196,7 @@ class AutoparTrainerMixin:
     # --- data
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, with workers that draw alike on all ranks, as their batches are to be."""
+        """The Trainer's, with workers that draw the same numbers on all ranks, so that batches are equal."""
         untyped: Any = super()
         with self._args_of_first_rank():
             return untyped._get_dataloader(*args, **kwargs)
@@ -231,7 +231,7 @@ class AutoparTrainerMixin:
             self.args = mine
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The Trainer's: generators stand alike on all ranks."""
+        """The Trainer's: generators have the same state on all ranks."""
         untyped: Any = super()
         if own_rank() == 0:
             untyped._save_rng_state(output_dir)

@@ -68,12 +68,12 @@ def edge_of(x: Tensor) -> GradientEdge:
 
 
 def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Any:
-    """Call `action` with the gradients that arrive at `node` before it runs; what it returns takes their place."""
+    """Call `action` with the gradients that arrive at `node` before it runs; its result replaces them."""
     return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
 
 
 def is_custom_node(node: Node) -> bool:
-    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, asked for or not."""
+    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, needed or not."""
     return isinstance(node, BackwardCFunction)
 
 

@@ -117,13 +117,13 @@ def to_parted_placements(layout: Layout, mesh: tuple[int, ...], dim: int, parts:
     """`to_torch_placements` of a tensor whose `dim` is cut into `parts` before the mesh cuts each of these: a device
     holds its slices of all parts, side by side.
     """
-    found = list(to_torch_placements(layout))
+    placements = list(to_torch_placements(layout))
     pieces = parts  # torch counts into how many pieces the whole dim is cut before this axis cuts it
     for axis, placement in enumerate(layout):
         if placement.is_shard and placement.dim == dim and mesh[axis] > 1:
-            found[axis] = _StridedShard(dim, split_factor=pieces)
+            placements[axis] = _StridedShard(dim, split_factor=pieces)
             pieces *= mesh[axis]
-    return tuple(found)
+    return tuple(placements)
 
 
 def can_part(layout: Layout, mesh: tuple[int, ...], dim: int) -> bool:
@@ -340,7 +340,7 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the ``backward`` that runs now was asked to ``retain_graph``."""
+    """Whether the current ``backward`` runs with ``retain_graph=True``."""
     untyped: Any = torch
     return bool(untyped._C._autograd._get_current_graph_task_keep_graph())
 
@@ -392,11 +392,11 @@ def takes_device(function: Any) -> bool:
 
 def written_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among an op's arguments that it writes to."""
-    found: list[Any] = []
+    arguments: list[Any] = []
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += leaves_of(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [x for x in found if isinstance(x, Tensor)]
+            arguments += leaves_of(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [x for x in arguments if isinstance(x, Tensor)]
 
 
 @contextmanager
@@ -413,14 +413,14 @@ def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
 
 def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
     """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
-    found: list[tuple[str, str, int]] = []
+    collectives: list[tuple[str, str, int]] = []
     for node in module.graph.nodes:
         kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
         if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
             whole = node if kind == "all_gather" else node.args[0]
             is_message = kind == "all_to_all" and 0 in node.args[1]
-            found.append(("send" if is_message else kind, node.args[-1], whole.meta["val"].nbytes))
-    return found
+            collectives.append(("send" if is_message else kind, node.args[-1], whole.meta["val"].nbytes))
+    return collectives
 
 
 _FUNCTIONAL = {

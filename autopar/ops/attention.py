@@ -12,7 +12,7 @@ from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
-__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS", "document_length", "with_document_length"]
+__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS", "document_length", "second_document_length", "with_document_length"]
 
 DOCUMENTS = "autopar.document_attention"
 """``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: attention within documents.
@@ -43,6 +43,16 @@ def document_length(op: Op, row: int) -> int:
 def with_document_length(op: Op, length: int) -> Op:
     """A `DOCUMENTS` op for which prices assume documents of this length."""
     return replace(op, args=(*op.args[:_LENGTH], length, *op.args[_LENGTH + 1 :]))
+
+
+# A whole row, or an eighth of it where documents are longer than half a row: times at lengths that are near to each
+# other would say more about their noise than about their slope.
+_NEAR, _SHORT = 2, 8
+
+
+def second_document_length(length: int, row: int) -> int:
+    """The length at which attention is priced and timed as well, for what is linear in tokens and what is in pairs."""
+    return row if length * _NEAR <= row else max(1, row // _SHORT)
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:

@@ -229,7 +229,11 @@ def _decode(text: str) -> Plan:
 
 def _problems(plan: Plan) -> Iterator[str]:
     yield from decision_problems(plan.decisions)
+    if plan.groups and (plan.decisions.stages or plan.decisions.host_storage):
+        yield "groups: a plan with pipeline stages, or with parameters in the host's memory, has none"
     for number, group in enumerate(plan.groups):
+        if group.decisions.stages or group.decisions.host_storage:
+            yield f"groups[{number}]: a group has no pipeline stages, and no parameters in the host's memory"
         yield from (f"groups[{number}]: {problem}" for problem in decision_problems(group.decisions))
     for number, decisions in enumerate(plan.other_calls):
         yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))

@@ -1,4 +1,4 @@
-"""What the user's keyword arguments mean: amounts of memory, dtypes, optimizers."""
+"""Parsing of keyword arguments: amounts of memory, constraints, dtypes, inputs and outputs, the optimizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def read_bytes(memory: float | str) -> float:
         number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
     if unit not in _UNITS or not number > 0:
         raise ConstraintError(
-            f"memory={memory!r:.80} is no amount of memory: write bytes as a number, or text such as '70GiB' or '80GB'"
+            f"memory={memory!r:.80} is not an amount of memory: write bytes as a number, or text such as "
+            "'70GiB' or '80GB'"
         )
     return number * _UNITS[unit]
 
@@ -72,7 +73,7 @@ def read_constraints(constraints: Any) -> tuple[str, ...]:
 
 
 def check_constraints(model: nn.Module, constraints: Any, world_size: int) -> tuple[str, ...]:
-    """The texts of constraints, after a look for what is wrong with them that takes no trace of `model`.
+    """The texts of constraints, checked for all errors that can be seen without tracing `model`.
 
     Raises:
         ConstraintError: they can't be read, contradict each other, or name no parameter and no module.
@@ -95,7 +96,7 @@ def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     dtype = _DTYPES.get(precision) if isinstance(precision, str) else precision
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConstraintError(
-            f"precision={precision!r} is no floating dtype: use one of {', '.join(_DTYPES)}, "
+            f"precision={precision!r} is not a floating-point dtype: use one of {', '.join(_DTYPES)}, "
             "a torch.dtype, or None for the dtype that the parameters have"
         )
     return dtype

@@ -304,7 +304,7 @@ class CallPlanner:
     def _of_any_length(self, short: Traced, call: Call, autocast: torch.dtype | None) -> Executable | None:
         """What runs texts that grow by a place a call, where no place sees those behind it; None if that is not known.
 
-        What is not known is asked once for each number of rows.
+        The answer is remembered for each number of rows.
         """
         made = self._made[False, "", autocast]
         rows, length = short.program.type_of(short.program.inputs[0]).shape
@@ -314,13 +314,13 @@ class CallPlanner:
             given: Call = with_size(map_leaves(shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
             try:
                 long = self._trace(*given, (False, "", autocast))
-                alike = compare(short, long, {})
+                comparison = compare(short, long, {})
                 check_one_graph(self._twin, *given, range(2, longest + 1))
-                program = reading_last_entry(long.program, alike.last)
+                program = reading_last_entry(long.program, comparison.last)
                 plan = self._plan(program, self._of_mode(False), made)
                 note = f"texts run as {longest} places: none sees those that are added"
                 plan = replace(plan, notes=(*plan.notes, note))
-                return as_any_length(short, long, plan, alike, lengths_of(longest))
+                return as_any_length(short, long, plan, comparison, lengths_of(longest))
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
                 _LOGGER.debug("texts are not padded to %s: %s", longest, error)
         self._no_lengths.add(key)
@@ -342,15 +342,15 @@ class CallPlanner:
             try:
                 long = self._trace(args, kwargs, (is_training, part, autocast))
                 fills = ignored_labels(long.program)
-                alike = compare(short, long, fills, has_copies=True)
+                comparison = compare(short, long, fills, has_copies=True)
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
                 _LOGGER.debug("%s rows are not padded to %s: %s", rows, longer, error)
                 return None
-            plan = None if alike.last else self._reuse(long.program, self._of_mode(is_training), made, part)
+            plan = None if comparison.last else self._reuse(long.program, self._of_mode(is_training), made, part)
             if plan is not None:
                 note = f"batches of {rows} rows run as {longer}: the rows that are added count for nothing"
                 kept = (text for text in plan.notes if "run as" not in text)
-                return as_longer(short, long, replace(plan, notes=(*kept, note)), alike, fills)
+                return as_longer(short, long, replace(plan, notes=(*kept, note)), comparison, fills)
         return None
 
     def _reuse(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan | None:

@@ -1,4 +1,4 @@
-"""How a parallel module takes the inputs of its calls: whole, as DTensors, or each rank its own rows."""
+"""How a parallel module reads the inputs of its calls: whole tensors, DTensors, or each rank's own rows."""
 
 from __future__ import annotations
 

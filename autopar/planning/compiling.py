@@ -1,4 +1,4 @@
-"""Whether layers are compiled: as the user says, or as the search finds it worth while."""
+"""Whether layers are compiled: as the user chooses, or as the search predicts to be faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORTH_IT = 1.01  # times as fast; for less nobody waits for a compiler
 _EAGER_CHOICES = ("recompute=selective",)
 _NEARLY_FULL = 0.85  # of the memory limit: searches stop 5 to 10 % short of it, by the error of predictions
 _PROGRAM_S, _OP_S = 2.0, 0.2
-"""Estimate of what compiling takes: for each layer program, and for each of its ops, forward and backward."""
+"""Estimated seconds of compiling: for each layer program, and for each of its ops, forward and backward."""
 
 
 def read_compile(given: object) -> bool | None:
@@ -68,11 +68,11 @@ def search_compiled(
     prices: Prices,
     request: SearchRequest,
 ) -> Plan:
-    """The plan that `find` gives for `request`, with layers compiled as the user says; with None on GPUs if that is
+    """The plan that `find` gives for `request`, with layers compiled as the user chooses; with None on GPUs if that is
     faster.
 
     Compiled layers may keep more for backward than eager ones that recompute cheap ops.  So where the compiled plan is
-    short of memory, the eager one is searched for as well, which takes as long again.
+    short of memory, the eager one is searched for as well, which doubles the time.
 
     Notes say what compiling gains over running the same decisions eagerly, and about how long it takes.
     """
@@ -106,7 +106,7 @@ def _left_to_the_compiler(request: SearchRequest) -> tuple[str, ...]:
 
 
 def is_short_of_memory(plan: Plan) -> bool:
-    """Whether another way to keep activations might be better if it took less."""
+    """Whether another way to keep activations might be better because it uses less memory."""
     recomputes = any(strategy.recompute != "none" for strategy in plan.strategies)
     return recomputes or plan.peak_memory_bytes > _NEARLY_FULL * (plan.memory_limit_bytes or math.inf)
 
@@ -119,6 +119,6 @@ def _note(plan: Plan, program: Program, gain: float) -> str:
     ops = [len(program.kinds[planned.kind].ops) for planned in {(p.kind, p.strategy): p for p in plan.layers}.values()]
     compile_s = sum(_PROGRAM_S + _OP_S * count for count in ops)
     return (
-        f"compiled layers: by prediction {gain:.2f}x as fast as this plan is eagerly; compiling takes about "
+        f"compiled layers: predicted to run {gain:.2f}x as fast as eager ones; compiling takes about "
         f"{compile_s:.0f} s once, for {len(ops)} layer programs"
     )

@@ -42,7 +42,7 @@ class DocumentLengths:
     Args:
         what: as the plan says it.
         lengths: tokens of equally frequent documents; none: a document is a row.
-        is_default: nobody asked for it.
+        is_default: the user gave no value.
     """
 
     what: str
@@ -135,15 +135,15 @@ def _evaluated(traced: Traced, inputs: dict[str, Tensor], name: str) -> Tensor:
     ops = (*traced.program.hoisted, *(op for layer in traced.program.layers for op in layer.ops))
     producers = {result: op for op in ops for result in op.results}
 
-    def find(wanted: str) -> Tensor:
-        if wanted in values:
-            if values[wanted].device.type == "meta":
-                raise KeyError(wanted)
-            return values[wanted].cpu()
-        op = producers[wanted]
-        found = run_op(op, {each: find(each) for each in op.operands})
-        values.update(zip(op.results, found, strict=True))
-        return values[wanted]
+    def find(value: str) -> Tensor:
+        if value in values:
+            if values[value].device.type == "meta":
+                raise KeyError(value)
+            return values[value].cpu()
+        op = producers[value]
+        results = run_op(op, {each: find(each) for each in op.operands})
+        values.update(zip(op.results, results, strict=True))
+        return values[value]
 
     with torch.no_grad():
         return find(name)
@@ -158,11 +158,11 @@ def with_lengths(program: Program, expected: DocumentLengths) -> Program:
         if op.target == DOCUMENTS
     }
     if not rows:
-        note = "documents: no attention of this program keeps documents apart, so that their lengths change nothing"
+        note = "documents: no attention of this program keeps documents apart, so their lengths change nothing"
         return program if expected.is_default else replace(program, notes=(*program.notes, note))
     note = f"documents: attention is priced for documents {expected.what}"
     mean = ", ".join(f"{expected.around_a_token(row):,.0f} of {row:,}" for row in sorted(rows))
-    note += f" (a token's document has {mean} tokens in the mean)" if expected.lengths else ""
+    note += f" (a token's document has {mean} tokens on average)" if expected.lengths else ""
 
     def change(op: Op) -> Op:
         if op.target != DOCUMENTS or not expected.lengths:

@@ -27,9 +27,9 @@ from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
 from autopar.plan.prediction import GroupRow
+from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, reuse_plan, search
-from autopar.step.logits import in_pieces
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
@@ -147,7 +147,8 @@ class _GroupPlanner:
         return None
 
     def _traced(self, tokens: int) -> Program:
-        return in_pieces(self.trace(1, tokens), self.plan.piece_tokens)
+        # As `CallPlanner` makes it when such a group first runs.
+        return variant_like(self.trace(1, tokens), self.program)
 
     def _row(self, one: Program, found: Plan) -> GroupRow:
         prices = self.prices if self.time_layers is None else self.time_layers(one, found)

@@ -55,15 +55,15 @@ class Imbalance:
             ConstraintError: what was measured is of other numbers of experts.
         """
         counts = [n for n in range(2, num_experts + 1) if num_experts % n == 0]
-        found = ((n, self._busiest(num_experts, n)) for n in counts)
-        return tuple((n, times) for n, times in found if times > 1.0)
+        ratios = ((n, self._busiest(num_experts, n)) for n in counts)
+        return tuple((n, times) for n, times in ratios if times > 1.0)
 
     def _busiest(self, num_experts: int, devices: int) -> float:
         if self.sigma:
             return _mean_of_shuffles(_lognormal(num_experts, self.sigma), devices)
         if not self.loads:
             return min(self.times, float(devices))
-        # Layers wait one after the other, so the mean over them is what a step takes.
+        # Layers wait one after the other, so a step takes the mean over them.
         own = [_most(layer, devices) for layer in self.loads if len(layer) == num_experts]
         if not own:
             raise ConstraintError(
@@ -78,8 +78,8 @@ BALANCED = Imbalance("that gives every expert equally many tokens")
 
 def _most(loads: Sequence[float], devices: int) -> float:
     """Of devices that have neighbouring experts each, the rows of the busiest over the mean."""
-    held = len(loads) // devices
-    sums = [sum(loads[first : first + held]) for first in range(0, len(loads), held)]
+    per_device = len(loads) // devices
+    sums = [sum(loads[first : first + per_device]) for first in range(0, len(loads), per_device)]
     return max(sums) * devices / sum(sums) if sum(sums) else 1.0
 
 
@@ -154,7 +154,7 @@ def _measured(given: Any, what: str) -> Imbalance:
         loads = ()
     if not loads or any(not layer or not all(0 <= count < math.inf for count in layer) for layer in loads):
         raise ConstraintError(
-            f"imbalance={given!r:.80} is no count of rows: pass a list with the rows of each expert, or one such "
+            f"imbalance={given!r:.80} is not a count of rows: pass a list with the rows of each expert, or one such "
             "list a layer, such as model.report(step).expert_rows"
         )
     return Imbalance(what, loads=loads)
@@ -166,17 +166,17 @@ def with_imbalance(program: Program, expected: Imbalance) -> Program:
     Raises:
         ConstraintError: what is expected is of another number of experts.
     """
-    found = {
+    ratios = {
         op.args[5]: expected.busiest(int(cast("int", op.args[5])))
         for layer in program.kinds
         for op in layer.ops
         if op.target == EXPERTS
     }
-    if not found:
-        note = "imbalance: of this program no experts are one op, so that it changes nothing"
+    if not ratios:
+        note = "imbalance: this program has no experts that run as one op, so it changes nothing"
         return program if expected is BALANCED else replace(program, notes=(*program.notes, note))
     program = replace(program, notes=(*program.notes, f"experts: prices and memory are for routing {expected.what}"))
-    if not any(found.values()):
+    if not any(ratios.values()):
         return program
     known: dict[tuple[object, ...], tuple[Option, ...]] = {}  # equal for layers of one kind
 
@@ -186,7 +186,7 @@ def with_imbalance(program: Program, expected: Imbalance) -> Program:
         operands, results = (tuple(map(program.type_of, names)) for names in (op.operands, op.results))
         body = read_body(str(op.args[6]))
         kept_bytes = op.saved_extra_bytes / max(1, operands[0].shape[0])
-        text = replace(body, busiest=found[op.args[5]], kept_bytes=kept_bytes).text()
+        text = replace(body, busiest=ratios[op.args[5]], kept_bytes=kept_bytes).text()
         made = replace(op, args=(*op.args[:6], text))
         key = (text, operands, results)
         if key not in known:

@@ -123,12 +123,12 @@ class FamilyPlanner:
     request: SearchRequest
     time_layers: Callable[[Program, Plan], Prices] | None = None
 
-    def family(self, found: Plan, program: Program) -> Plan:
-        """`found`, the best plan of `program` alone, or another that others share the storage of."""
+    def family(self, single: Plan, program: Program) -> Plan:
+        """`single`, the best plan of `program` alone, or another that others share the storage of."""
         started_s = time.perf_counter()
-        given = found
-        found = replace(self._timed(found, as_decided(program, found.decisions)), other_calls=())
-        room = found.prediction.row.tokens
+        given = single
+        single = replace(self._timed(single, as_decided(program, single.decisions)), other_calls=())
+        room = single.prediction.row.tokens
         tokens = program.batch_size * room
         batches = draw_batches(self.lengths, tokens)
         sizes = rows_worth_planning(batches, room)
@@ -141,14 +141,14 @@ class FamilyPlanner:
                 except (ExampleInputsError, TraceError) as error:  # such as a model of one length
                     notes.append(f"no plan for rows of {size:,} tokens or fewer: {error}")
                     break
-            families = [[found], self._around(0, found, programs)]
-            usual = self._expected(families[-1], found, batches)
+            families = [[single], self._around(0, single, programs)]
+            usual = self._expected(families[-1], single, batches)
             often = max(range(1, len(usual.plans)), key=lambda place: usual.plans[place].share, default=0)
             if often:
                 base = programs[sizes.index(usual.plans[often].row.tokens)]
                 with suppress(InfeasibleError, ConstraintError):
                     families.append(self._around(programs.index(base), self._best(base), programs))
-        expected = [self._expected(family, found, batches) for family in families if family]
+        expected = [self._expected(family, single, batches) for family in families if family]
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
         groups = PlannedGroups()
@@ -158,23 +158,23 @@ class FamilyPlanner:
         else:
             own = as_decided(program, first.decisions)
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
-            with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
+            with_groups = expected_step([first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
             else:
                 groups = PlannedGroups()
-        first = given if first is found else first
+        first = given if first is single else first
         return replace(
             first,
             prediction=replace(first.prediction, lengths=expected[best]),
             groups=groups.plans,
             other_calls=tuple(plan.decisions for plan in others),
             notes=(*first.notes, *notes),
-            planning_s=(*found.planning_s, ("lengths", time.perf_counter() - started_s)),
+            planning_s=(*single.planning_s, ("lengths", time.perf_counter() - started_s)),
         )
 
-    def _expected(self, family: Sequence[Plan], found: Plan, batches: Sequence[np.ndarray]) -> LengthPrediction:
-        return expected_step(family, found, self.lengths, batches)
+    def _expected(self, family: Sequence[Plan], base: Plan, batches: Sequence[np.ndarray]) -> LengthPrediction:
+        return expected_step(family, base, self.lengths, batches)
 
     def _around(self, place: int, base: Plan, programs: Sequence[Program]) -> list[Plan]:
         """Plans for all that can share the storage of `base`, which is for number `place`; none without the first."""
@@ -192,8 +192,8 @@ class FamilyPlanner:
 
     def _best(self, program: Program) -> Plan:
         """The best plan of `program`, parameters stored as is best."""
-        found = self.find(program)
-        return self._timed(found, as_decided(program, found.decisions))
+        plan = self.find(program)
+        return self._timed(plan, as_decided(program, plan.decisions))
 
     def _timed(self, plan: Plan, program: Program) -> Plan:
         """`plan` of `program`, predicted by the same kind of prices as all others: of timed layers, or of ops."""
@@ -201,7 +201,7 @@ class FamilyPlanner:
         return check_known(plan, program, prices, self._by(plan))
 
     def _by(self, plan: Plan) -> SearchRequest:
-        """What is asked of plans that share what `plan` decides about training."""
+        """The request for plans that share what `plan` decides about training."""
         return replace(
             self.request, training=self.request.training.by(plan.decisions), on_final=None, on_considered=None
         )
@@ -209,7 +209,7 @@ class FamilyPlanner:
     def _held(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
         """The fastest plan of `program` with parameters where `base` of `planned` has them; None if nothing fits."""
         reused = reuse_plan(base, planned.batch_size, program, self.prices, request)
-        found = [] if reused is None else [reused]
+        plans = [] if reused is None else [reused]
         with suppress(InfeasibleError, ConstraintError):
-            found.append(plan_like(program, planned, base, self.prices, request))
-        return min((self._timed(plan, program) for plan in found), key=lambda plan: plan.step_time_s, default=None)
+            plans.append(plan_like(program, planned, base, self.prices, request))
+        return min((self._timed(plan, program) for plan in plans), key=lambda plan: plan.step_time_s, default=None)

@@ -1,4 +1,4 @@
-"""Whether logits are made whole or in pieces of tokens: as the user says, or as the search finds it worth while."""
+"""Whether logits are computed whole or in pieces of tokens: as the user chooses, or as the search prefers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def search_plan(
     The optimality gap is sought of the plan that is taken alone.
 
     Raises:
-        ConstraintError: pieces are asked for, and there is nothing to cut; or outputs are to be whole in every step.
+        ConstraintError: pieces are demanded, and there is nothing to cut; or outputs are to be whole in every step.
         InfeasibleError: nothing fits.
     """
     gaps = Gaps()
     program = splittable(program, request, num_devices)
-    found = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
-    return noted(gaps.fill_in(found), program)
+    plan = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
+    return noted(gaps.fill_in(plan), program)
 
 
 def _search_plan(
@@ -63,8 +63,8 @@ def _search_plan(
     whole_outputs = request.training.gathers_outputs
 
     def search(own: Program, compiled: bool | None = compiled, rival_s: float = math.inf) -> Plan:
-        asked = replace(request, rival_s=rival_s)
-        return search_compiled(compiled, lambda each: find(own, each), own, prices, asked)
+        limited = replace(request, rival_s=rival_s)
+        return search_compiled(compiled, lambda each: find(own, each), own, prices, limited)
 
     if way not in (None, "whole"):
         made = in_pieces(program, PIECE_TOKENS if way == "pieces" else int(str(way)))
@@ -93,10 +93,10 @@ def _search_plan(
     made = in_pieces(program, PIECE_TOKENS)
     with suppress(InfeasibleError):
         # Whole logits may be what left no room for what compiled layers keep, so the choice is open again.
-        found = search(made, plan.compiled or compiled, preferred_s(plan) / _WORTH_IT)
-        gain = preferred_s(plan) / preferred_s(found)
+        in_pieces_plan = search(made, plan.compiled or compiled, preferred_s(plan) / _WORTH_IT)
+        gain = preferred_s(plan) / preferred_s(in_pieces_plan)
         if gain >= _WORTH_IT:
-            return _noted(found, made, f"; by prediction {gain:.2f}x as fast as with whole logits")
+            return _noted(in_pieces_plan, made, f"; predicted {gain:.2f}x as fast as with whole logits")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Which processes a mesh has, and which one tells the user what is going on."""
+"""The processes of a mesh, and the one that reports progress to the user."""
 
 from __future__ import annotations
 

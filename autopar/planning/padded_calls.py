@@ -39,7 +39,7 @@ _LENGTH_STEP = 64
 def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
     """To how many rows a batch may be padded, so that it splits as others do, the fewest first.
 
-    Less than twice as many: more would take as long as the whole batch on every device, or longer.
+    Less than twice as many: more would be no faster than the whole batch on every device.
     """
     parts = {data_split(program, plan.decisions).size for program, plan in known}
     return sorted({-(-rows // size) * size for size in parts if rows % size and -(-rows // size) * size < 2 * rows})
@@ -87,10 +87,10 @@ def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram,
 
     def length_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        found = {x.shape[1] for x in tensors if x.dim() == 2}
-        if len(found) != 1 or any(x.dim() != 2 for x in tensors) or min(found) not in sizes:
+        lengths = {x.shape[1] for x in tensors if x.dim() == 2}
+        if len(lengths) != 1 or any(x.dim() != 2 for x in tensors) or min(lengths) not in sizes:
             raise InputShapeError(f"the plan was made for texts of {sizes[0]} to {sizes[-1]} places")
-        return found.pop()
+        return lengths.pop()
 
     def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         length = length_of(args, kwargs)
@@ -129,10 +129,10 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
 
     Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
     """
-    (rows, tokens), (wanted, room) = before, after
+    (rows, tokens), (rows_after, room) = before, after
     sizes: list[int] = []
     map_leaves(lambda x: sizes.append(x.dim()) if isinstance(x, Tensor) else None, tree)
-    made: Any = with_size(tree, 0, rows, wanted)
+    made: Any = with_size(tree, 0, rows, rows_after)
     for dim in range(1, max(sizes)):
         made = with_size(made, dim, tokens, room)
     return made
@@ -141,11 +141,11 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:
     """What runs the calls of `short` by the `plan` of `long`."""
     names = long.program.inputs
-    wanted = [long.program.type_of(name).shape for name in names]
+    shapes = [long.program.type_of(name).shape for name in names]
 
     def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         tensors = short.flatten_inputs(args, kwargs)
-        return [_pad(x, shape, fills.get(name)) for name, x, shape in zip(names, tensors, wanted, strict=True)]
+        return [_pad(x, shape, fills.get(name)) for name, x, shape in zip(names, tensors, shapes, strict=True)]
 
     own = ((name, short.program.type_of(name)) for name in short.program.inputs)
     form = ", ".join(f"{name} {list(kind.shape)} {kind.dtype}" for name, kind in own)

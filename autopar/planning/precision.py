@@ -1,4 +1,4 @@
-"""What another precision would bring, for users who left it open."""
+"""The predicted speedup of another precision, for users who did not choose one."""
 
 from __future__ import annotations
 

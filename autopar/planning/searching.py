@@ -1,4 +1,4 @@
-"""The search for a plan by what a user asked, and what is added to a plan that was found."""
+"""The search for a plan by the user's arguments, and the notes and predictions that are added to its result."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ def search_setup(program: Program, world_size: int, setup: Setup) -> Plan:
         InfeasibleError: nothing fits.
     """
     with phase(f"searching for a plan for {world_size} devices"):
-        found = _search(program, world_size, setup)
-    return finish(found, program, setup)
+        plan = _search(program, world_size, setup)
+    return finish(plan, program, setup)
 
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     prices = setup.prices
     assert prices is not None
     return search_plan(
-        setup.compile, lambda own, asked: search(own, world_size, prices, asked), program, prices, request_of(setup),
+        setup.compile, lambda own, given: search(own, world_size, prices, given), program, prices, request_of(setup),
         world_size,
     )  # fmt: skip
 
 
-def finish(found: Plan, program: Program, setup: Setup) -> Plan:
-    """`found` with what took how long, what another precision would bring, and its family for other lengths."""
+def finish(plan: Plan, program: Program, setup: Setup) -> Plan:
+    """`plan` with the seconds of each phase, the speedup of another precision, and its family for other lengths."""
     prices = setup.prices
     assert prices is not None
-    found = replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+    plan = replace(plan, planning_s=(("trace", setup.trace_s), *plan.planning_s))
     if setup.dtype is None:
-        found = with_speedup(found, as_decided(program, found.decisions), prices, setup.training)
+        plan = with_speedup(plan, as_decided(program, plan.decisions), prices, setup.training)
     if setup.lengths is None or setup.trace_rows is None:
-        return found
+        return plan
     planner = FamilyPlanner(
-        setup.lengths, setup.trace_rows, lambda own: _search(own, found.world_size, setup), prices, request_of(setup),
+        setup.lengths, setup.trace_rows, lambda own: _search(own, plan.world_size, setup), prices, request_of(setup),
         setup.time_layers,
     )  # fmt: skip
-    return planner.family(found, program)
+    return planner.family(plan, program)
 
 
 def request_of(setup: Setup) -> SearchRequest:
-    """What the search is asked for."""
+    """The request of the search."""
     return SearchRequest(
         setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
     )

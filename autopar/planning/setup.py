@@ -1,4 +1,4 @@
-"""What a user asked of `parallelize` and `plan`, read once."""
+"""The arguments of `parallelize` and `plan`, read once."""
 
 from __future__ import annotations
 

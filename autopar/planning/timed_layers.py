@@ -1,4 +1,4 @@
-"""Search, time the layers of what was found, search again: until the best plan consists of layers that were timed."""
+"""Search, time the layers of the plan, and search again, until all layers of the best plan are timed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autopar.cost.layer_corrections import LocalOp, TimedLayer, layer_key
 from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
 from autopar.lower.program.single_layer import LoneLayer
+from autopar.ops.attention import DOCUMENTS, document_length, second_document_length, with_document_length
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
@@ -89,7 +90,7 @@ def search_with_timed_layers(
     for _ in range(_ROUNDS):
         finals: list[Plan] = []
         plan = search(program, world_size, current, replace(request, on_final=finals.append))
-        uses = {use.key: use for found in (plan, *finals) for use in _uses(program, found)}
+        uses = {use.key: use for each in (plan, *finals) for use in _uses(program, each)}
         left_s = _time_missing(uses, timer, timed, prices, left_s)
         is_new = any(timed.get(key) != current.timed.get(key) for key in uses)
         if not is_new or time.perf_counter() - started > _LONG_S:
@@ -105,6 +106,9 @@ def search_with_timed_layers(
 class FamilyTimer:
     """Times the layers of plans for other lengths than the first plan's, within one budget for all of them.
 
+    Layers with attention by documents are timed on documents of two lengths: how much of the time depends on lengths
+    decides which plan a batch runs by.
+
     Args:
         prices: of ops and collectives.
         timer_of: makes a program's timer; all of them share what was timed before.
@@ -118,14 +122,14 @@ class FamilyTimer:
     def __call__(self, program: Program, plan: Plan) -> ClusterPrices:
         """`prices`, corrected by timing the layers of `program` as `plan` runs them."""
         timed: dict[str, TimedLayer] = {}
-        uses = {use.key: use for use in _uses(program, plan)}
+        uses = {use.key: use for own in _uses(program, plan) for use in (own, *_of_other_documents(own))}
         self.left_s = _time_missing(uses, self.timer_of(program), timed, self.prices, self.left_s)
         return self.prices.corrected(program, timed)
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A layer of a plan."""
+    """A layer of a plan; `document_length` as in `TimedLayer`."""
 
     key: str
     layer: Layer
@@ -134,14 +138,15 @@ class _Use:
     placed: PlacedLayer
     ops: tuple[LocalOp, ...]
     compiled: bool
+    document_length: int = 0
 
     def summed_s(self, prices: ClusterPrices) -> float:
         """Seconds of one microbatch by prices of ops."""
         total = 0.0
         for op, local in zip(self.layer.ops, self.ops, strict=True):
             has_gradient = any(self.placed.program.values[name].requires_grad for name in op.results)
-            found = prices.op_s(op, local.operands, local.results, has_gradient)
-            total += found.forward_s + found.backward_s
+            time = prices.op_s(op, local.operands, local.results, has_gradient)
+            total += time.forward_s + time.backward_s
         return total
 
 
@@ -157,6 +162,18 @@ def _uses(program: Program, plan: Plan) -> Iterator[_Use]:
         )
         key = layer_key(layer, ops, compiled=plan.compiled)
         yield _Use(key, layer, strategy, plan.num_microbatches, placed, ops, plan.compiled)
+
+
+def _of_other_documents(use: _Use) -> Iterator[_Use]:
+    """The layer of `use` with documents of a second length, if it has attention by documents."""
+    attention = [op for op in use.layer.ops if op.target == DOCUMENTS]
+    rows = (use.placed.program.type_of(op.operands[1]).shape[2] for op in attention)
+    lengths = {(document_length(op, row), row) for op, row in zip(attention, rows, strict=True)}
+    for length, row in lengths if len(lengths) == 1 else ():
+        second = second_document_length(length, row)
+        ops = tuple(with_document_length(op, second) if op.target == DOCUMENTS else op for op in use.layer.ops)
+        layer = replace(use.layer, ops=ops)
+        yield replace(use, key=layer_key(layer, use.ops, compiled=use.compiled), layer=layer, document_length=second)
 
 
 def _time_missing(
@@ -176,5 +193,5 @@ def _time_missing(
             if known is None:
                 continue
             timer.known[key] = known
-        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s, known.backward_s)
+        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s, known.backward_s, use.document_length)
     return left_s

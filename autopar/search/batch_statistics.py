@@ -30,10 +30,10 @@ def program_with_statistics(program: Program, num_microbatches: int, patterns: S
         stuck = propagate_forward(problem)
         if stuck is None or stuck.op is None:
             break
-        found = _alike(made, stuck.op.name)
-        if found <= names or not _multiplies_statistics(problem, stuck):
+        same_ops = _alike(made, stuck.op.name)
+        if same_ops <= names or not _multiplies_statistics(problem, stuck):
             return None
-        names |= found
+        names |= same_ops
     if not names or isinstance(time_assignment(made, num_microbatches, per_microbatch=patterns), str):
         return None
     return made

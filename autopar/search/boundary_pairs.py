@@ -78,7 +78,7 @@ def useful_pairs(
 ) -> Iterator[tuple[int, int, int]]:
     """(problem, policy before, policy behind) that suit and that no other such pair, boundary moves included, beats.
 
-    Whether a pair suits is asked only of those that look useful, until all of them do.
+    Only pairs that look useful are checked, until all of them are.
     """
     sizes = [len(solutions.problem.policies) for solutions in solved]
     places = [(number, i) for number, size in enumerate(sizes) for i in range(size)]

@@ -45,7 +45,7 @@ class CandidateSet:
     """The candidates of all layers.
 
     `by_class` has those of each class of layers by its first layer, `crossings` all values that cross from layer to
-    layer, `states` numbers the boundary states, `shared_costs` has what each shared parameter takes.
+    layer, `states` numbers the boundary states, `shared_costs` has the cost of each shared parameter.
     """
 
     context: SearchContext
@@ -234,16 +234,16 @@ def _check_batch(program: Program, degree: int, num_microbatches: int) -> None:
 
 def _check_tokens(program: Program, degree: int) -> None:
     """Raise `ConstraintError` if a context degree divides the tokens of no attention."""
-    found = [
+    token_dims = [
         (program.type_of(op.operands[0]).shape[-2], _unit_of_rows(program, op))
         for layer in program.kinds
         for op in layer.ops
         if family_of(op.target).is_attention
     ]
-    found = [(rows, unit) for rows, unit in found if unit]
-    if degree == 1 or not found or any(rows % (unit * degree) == 0 for rows, unit in found):
+    token_dims = [(rows, unit) for rows, unit in token_dims if unit]
+    if degree == 1 or not token_dims or any(rows % (unit * degree) == 0 for rows, unit in token_dims):
         return
-    rows, unit = found[0]
+    rows, unit = token_dims[0]
     padded = -(-rows // (unit * degree)) * unit * degree
     halves = ", each of which has two halves as attention is causal" if unit > 1 else ""
     raise ConstraintError(

@@ -198,7 +198,7 @@ def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[flo
 
 
 def _arrive(matrix: Array, reached: Array, states: Indices) -> tuple[Indices, Array]:
-    """Per row of `matrix` the column from which it is cheapest to come, and what that takes in all."""
+    """Per row of `matrix` the cheapest column to come from, and the total cost."""
     total = matrix + reached
     best = total.argmin(axis=1)
     return best, total[states, best]

@@ -1,4 +1,4 @@
-"""What a search considered, in a few words: seconds against memory, the fast plans and a sample of the others."""
+"""Short descriptions of the plans that a search considered: all fast ones, and a sample of the others."""
 
 from __future__ import annotations
 

@@ -278,11 +278,11 @@ class _DemandCollector:
     def set_matching(self, scoped: ScopedConstraint) -> None:
         hit = False
         for index, layer in enumerate(self.program.layers):
-            held = _matching_parameters(self.program, layer, scoped.pattern)
+            matching = _matching_parameters(self.program, layer, scoped.pattern)
             if scoped.key == "replicate":
-                self.whole[index] |= held
-                hit |= bool(held)
-            elif held or (not _parameters(self.program, layer) and _has_matching_op(layer, scoped.pattern)):
+                self.whole[index] |= matching
+                hit |= bool(matching)
+            elif matching or (not _parameters(self.program, layer) and _has_matching_op(layer, scoped.pattern)):
                 self._set(index, scoped)
                 hit = True
         if not hit:

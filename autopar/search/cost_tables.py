@@ -245,9 +245,9 @@ def _peak_bounds(
     only to send it on), and the largest transients of a layer, as if all of these met.
     """
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    held = tuple(float(layers.saved_bytes[own].sum()) + float(r) for own, r in zip(spans, relayed_bytes, strict=True))
-    until_weights = tuple(h + float(layers.split_bytes[own].sum()) for own, h in zip(spans, held, strict=True))
-    peaks = list(peak_held(actions, held, until_weights))
+    saved = tuple(float(layers.saved_bytes[own].sum()) + float(r) for own, r in zip(spans, relayed_bytes, strict=True))
+    until_weights = tuple(h + float(layers.split_bytes[own].sum()) for own, h in zip(spans, saved, strict=True))
+    peaks = list(peak_held(actions, saved, until_weights))
     for group in range(shape.num_groups):
         own = [span for span, owner in zip(spans, shape.groups, strict=True) if owner == group]
         peaks[group] += sum(float(layers.static_bytes[span].sum()) for span in own)

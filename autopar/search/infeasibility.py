@@ -1,4 +1,4 @@
-"""What to say when nothing fits."""
+"""The error for a model that no plan fits into memory: the smallest plan, and what uses its memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe_infeasible(
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
-        f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest takes "
+        f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest needs "
         f"{needed / _GIB:.6g} GiB "
         f"({filling} GiB) on {decisions.world_size} devices with {decisions.num_microbatches} microbatches. "
         f"{_advise(parts, has_rows)}{blockers}" + (f" ({pipeline})" if smallest else "")
@@ -54,14 +54,14 @@ def _describe_pipeline(pipeline: PipelineCandidate) -> str:
     shape = pipeline.shape
     return (
         f"{shape.num_stages} pipeline stages on {shape.num_groups} device groups, {shape.num_microbatches} "
-        f"microbatches and {shape.schedule} the largest stage takes {pipeline.peak_bytes / _GIB:.6g} GiB"
+        f"microbatches and {shape.schedule} the largest stage needs {pipeline.peak_bytes / _GIB:.6g} GiB"
     )
 
 
 def _smallest(searched: Iterable[SingleStagePaths], error: float) -> tuple[float, dict[str, float], Decisions] | None:
     """The bytes with which a plan is sure to be found, what fills them, and its decisions.
 
-    These are what a search counts or what its step takes, whichever is more, and `error` times as much, because
+    The bytes are the estimate of the search or those of the simulated step, whichever is more, times `error`, because
     predictions may be off.
     """
     best: tuple[float, dict[str, float], Decisions] | None = None
@@ -95,7 +95,9 @@ def _fill(layers: PlannedLayers, context: SearchContext) -> dict[str, float]:
 def _advise(parts: dict[str, float], has_rows: bool) -> str:
     states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if states >= parts["activations"] + parts["transients"]:
-        return "Parameters and what belongs to them fill most: use more devices or a smaller optimizer state."
+        return (
+            "Parameters, gradients and optimizer state use most of it: use more devices or a smaller optimizer state."
+        )
     if has_rows:
-        return "Activations fill most: use a smaller batch, a shorter sequence or more devices."
-    return "Activations fill most: use a shorter sequence or more devices."
+        return "Activations use most of it: use a smaller batch, a shorter sequence or more devices."
+    return "Activations use most of it: use a shorter sequence or more devices."

@@ -1,4 +1,4 @@
-"""Usual names for what a mesh axis does in a layer, found from placements alone.
+"""Usual names for the role of a mesh axis in a layer, derived from placements alone.
 
 ===========================  ================================================================================
 name                         what it is here

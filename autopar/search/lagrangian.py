@@ -74,7 +74,7 @@ class PathPool:
         return min(fitting, key=lambda i: (self.time_s[i], self.peak_bytes[i]), default=-1)
 
     def smallest(self) -> int:
-        """Index of the path that takes the least memory."""
+        """Index of the path with the least memory."""
         return min(range(len(self.paths)), key=lambda i: (self.peak_bytes[i], self.time_s[i]))
 
     def lower_bound_s(self, limit_bytes: float) -> float:
@@ -126,7 +126,7 @@ def fastest_paths(
 
 
 def fastest_path(chain: Chain) -> tuple[Indices, float]:
-    """The fastest path of a chain without skips, whatever it takes, and its peak bytes."""
+    """The fastest path of a chain without skips, whatever its memory, and its peak bytes."""
     pool = PathPool(chain)
     relaxation, _ = _relax(pool, 0.0, np.inf)
     return relaxation.path, pool.peak_bytes[0]

@@ -53,10 +53,10 @@ def _late_ops(program: Program, num_microbatches: int, per_microbatch: Sequence[
     late: list[TimeConstraint] = []
     made: set[Variable] = set()
     while (stuck := propagate_forward(problem)) is not None:
-        found = _with_all_behind(problem, stuck)
-        made.update(variable for each in found for variable in each.results)
-        late += found
-        problem.constraints = [each for each in problem.constraints if not any(each is other for other in found)]
+        behind = _with_all_behind(problem, stuck)
+        made.update(variable for each in behind for variable in each.results)
+        late += behind
+        problem.constraints = [each for each in problem.constraints if not any(each is other for other in behind)]
     if not all(_takes_sums(problem, each, made) for each in late):
         return ()
     late += _absorbed(program, problem, late)
@@ -70,15 +70,15 @@ def _late_ops(program: Program, num_microbatches: int, per_microbatch: Sequence[
 
 
 def _with_all_behind(problem: TimeProblem, stuck: TimeConstraint) -> list[TimeConstraint]:
-    found, made = [stuck], set(stuck.results)
+    behind, made = [stuck], set(stuck.results)
     before = 0
-    while before != len(found):
-        before = len(found)
+    while before != len(behind):
+        before = len(behind)
         for each in problem.constraints:
-            if not made.isdisjoint(each.operands) and not any(each is other for other in found):
-                found.append(each)
+            if not made.isdisjoint(each.operands) and not any(each is other for other in behind):
+                behind.append(each)
                 made.update(each.results)
-    return found
+    return behind
 
 
 def _absorbed(program: Program, problem: TimeProblem, late: list[TimeConstraint]) -> list[TimeConstraint]:
@@ -87,7 +87,7 @@ def _absorbed(program: Program, problem: TimeProblem, late: list[TimeConstraint]
     What adds up several sums stays: devices then reduce one of them.
     """
     known = {id(each) for each in late}
-    found: list[TimeConstraint] = []
+    absorbed: list[TimeConstraint] = []
     for each in reversed(problem.constraints):
         readers = [reader for variable in each.results for reader in problem.readers[variable] if reader is not each]
         is_alone = bool(readers) and all(id(reader) in known for reader in readers)
@@ -96,8 +96,8 @@ def _absorbed(program: Program, problem: TimeProblem, late: list[TimeConstraint]
         sums = [variable for variable in each.operands if REPLICATE not in problem.domains[variable]]
         if each.op is None or (len(sums) < 2 and _is_small(program, each.op) and _takes_sums(problem, each, set())):
             known.add(id(each))
-            found.append(each)
-    return found
+            absorbed.append(each)
+    return absorbed
 
 
 def _is_small(program: Program, op: Op) -> bool:

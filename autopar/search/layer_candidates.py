@@ -155,7 +155,7 @@ def _on_mesh(variant: SolvedVariant, problem: LayerProblem) -> SolvedVariant:
 
 
 def _solved_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> Iterable[SolvedVariant]:
-    """The fastest without ZeRO, the fastest with what ZeRO takes, and one that saves memory at its usual price.
+    """The fastest without ZeRO, the fastest with the cost of ZeRO, and one that saves memory at its usual price.
 
     Where collectives of parameters overlap, sharded storage and its optimizer are faster than sums of seconds say.
     With several microbatches in flight, gathering for each of them seldom pays.
@@ -256,7 +256,7 @@ def _running_in_pieces(
     settings: StepSettings, placed: PlacedLayer, recompute: Sequence[str], demands: LayerDemands
 ) -> list[tuple[_Pieces, dict[str, LayerCost]]]:
     """Collectives that run in pieces, and what ways to recompute then cost: those that are faster so, or all that can
-    if it is demanded; none beside products that are computed again one by one.
+    if it is demanded; none with products that are recomputed one by one.
 
     A compiler keeps more for backward where they are left out of what it compiles, so there none are a choice as well.
     """

@@ -324,7 +324,7 @@ class _ReshardPrices:
         self._tables: dict[float, tuple[Array, Array]] = {}
 
     def ids(self, layouts: list[Layout]) -> Ids:
-        """Numbers of these layouts; to be asked for before the first table is."""
+        """Numbers of these layouts; call this before the first table is made."""
         active = self._active
         return np.array([self._ids.setdefault(tuple(x[axis] for axis in active), len(self._ids)) for x in layouts])
 

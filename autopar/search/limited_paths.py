@@ -6,7 +6,7 @@ seconds and bytes of a path up to some layer, in some boundary state; of labels 
 memory, and of those that another beats in both, the fastest is kept (label setting for shortest paths with a resource:
 Desrochers and Soumis, 1988).
 
-A price of memory says of each label what it takes at least to the end of the chain: seconds, and the price of the bytes
+A price of memory gives each label a lower bound to the end of the chain: seconds, and the price of the bytes
 beyond the limit.  Labels that can't be faster than a path that is known go no further.
 """
 
@@ -45,9 +45,9 @@ def limited_path(chain: Chain, limit_bytes: float) -> Indices | None:
         labels = _Labels(chain, limit_bytes - chain.fixed_bytes - cap, cap, best_s)
         if labels.allowed_bytes < labels.smallest.sum():
             continue
-        found = labels.run()
-        if found is not None:
-            best_s, best = found
+        improved = labels.run()
+        if improved is not None:
+            best_s, best = improved
     return best
 
 

@@ -22,7 +22,7 @@ from autopar.step.pricing import predict
 
 __all__ = ["check_known", "reuse_plan"]
 
-# More are as good as never asked for, and every number that is tried costs a check of the whole plan.
+# More are hardly ever used, and every number that is tried costs a check of the whole plan.
 _MOST_MICROBATCHES = 64
 
 

@@ -170,11 +170,11 @@ def _check_experts(program: Program, demands: Sequence[LayerDemands], request: S
             'Experts of Hugging Face\'s models have one after model.set_experts_implementation("grouped_mm")'
         )
     for degree in dict.fromkeys(demanded.values()):
-        asked = [program.layers[index] for index, each in demanded.items() if each == degree]
-        with_stacks = [layer for layer in asked if sizes[layer.kind]]
-        found = {size for layer in with_stacks for size in sizes[layer.kind]}
-        if found and all(size % degree for size in found):
-            num_experts, first = max(found), with_stacks[0].name
+        demanding = [program.layers[index] for index, each in demanded.items() if each == degree]
+        with_stacks = [layer for layer in demanding if sizes[layer.kind]]
+        counts = {size for layer in with_stacks for size in sizes[layer.kind]}
+        if counts and all(size % degree for size in counts):
+            num_experts, first = max(counts), with_stacks[0].name
             possible = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise ConstraintError(
                 f"expert={degree}: the {num_experts} experts of {first} do not divide over {degree} devices: "

@@ -26,7 +26,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
-from autopar.step.pricing import predict
+from autopar.step.pricing import predict, simulated_step_s
 
 __all__ = [
     "STAGES_GAIN",
@@ -49,6 +49,7 @@ _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
 # decoders of 8B, 70B and 405B parameters and a mixture of experts the smallest was 0.903.
 _LOW = 0.9
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
+_ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
 _PRICE_ERROR = 1.15
 
@@ -81,6 +82,8 @@ def select_plan(
     flat = list(_without_stages(searched, limit_bytes))
     for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
         if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)):
+            continue
+        if best is not None and request.on_final is None and candidate.is_slower(best):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
@@ -118,7 +121,7 @@ def simulated_s(
 
 
 def enough_s(flat_s: float, request: SearchRequest) -> float:
-    """A pipeline that takes so long is no match for a plan without stages that takes `flat_s`, both as simulated."""
+    """The step time from which on a pipeline can't replace a plan without stages of `flat_s`, both as simulated."""
     return flat_s * _PRICE_ERROR if request.on_final else flat_s / STAGES_GAIN
 
 
@@ -146,8 +149,18 @@ class _PlanCandidate:
             self.known[self.number] = Plan(decisions, prediction, memory_error=request.memory_error)
         return self.known[self.number]
 
+    def is_slower(self, best: Plan) -> bool:
+        """Whether a plan without stages takes longer than `best`: memory and costs of such plans are not worked out."""
+        if self.shape is not None or self.number in self.known:
+            return False
+        context, request = self.context, self.context.request
+        step_s = simulated_step_s(
+            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
+        )
+        return step_s > preferred_s(best) * (1 + _ROUNDING)
+
     def misfit(self, allowed_bytes: float) -> str | None:
-        """Why the plan does not fit: what its hosts have no room for, or nothing to say; None if it fits."""
+        """Why the plan does not fit: the message about host memory, ``""`` for device memory; None if it fits."""
         plan = self.simulate()
         short = host_shortage(plan, self.context.prices)
         return short if short or plan.peak_memory_bytes > allowed_bytes else None
@@ -174,12 +187,12 @@ def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
 
 
 def preferred_s(plan: Plan) -> float:
-    """Seconds to compare plans by: of one with stages more than its step takes, by the error of predictions."""
+    """The seconds that plans are compared by: those of a pipeline are increased by the error of predictions."""
     return plan.step_time_s * (STAGES_GAIN if plan.stages else 1.0)
 
 
 def replaced_by_stages_s(plan: Plan) -> float:
-    """A pipeline that takes less is chosen instead of the plan, both as simulated."""
+    """The step time below which a pipeline is chosen instead of the plan, both as simulated."""
     return preferred_s(plan) / STAGES_GAIN
 
 
@@ -198,13 +211,13 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 
 def _note_stages(plan: Plan, fastest: Plan) -> str:
-    """What was given up by taking no stages, where they seem faster."""
+    """A note on how much faster pipeline stages are predicted to be, where they were not chosen."""
     gain = 1 - fastest.step_time_s / plan.step_time_s
     if plan.stages or gain < _WORTH_A_NOTE:
         return ""
     return (
-        f"pipeline stages would be {gain:.1%} faster by prediction, which is less than its error; "
-        f"pipeline={fastest.num_groups} asks for them"
+        f"pipeline stages would be {gain:.1%} faster by prediction, which is within the error of predictions; "
+        f"pipeline={fastest.num_groups} forces them"
     )
 
 
@@ -220,7 +233,7 @@ def _is_late(shape: Shape | None, simulated: Sequence[Shape]) -> bool:
 
 
 def host_shortage(plan: Plan, prices: Prices) -> str:
-    """What to say of a plan that offloads more than its hosts have room for; else nothing."""
+    """The message for a plan that offloads more than the hosts' memory holds; ``""`` if it fits."""
     needed, there = plan.prediction.host_memory_bytes, prices.host.memory_bytes
     if needed <= there:
         return ""
@@ -238,12 +251,12 @@ def host_shortage(plan: Plan, prices: Prices) -> str:
 
 
 def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes: float, error: float) -> None:
-    """Raise what the walks through the steps of plans found: hosts that have no room, or `too_large` peaks."""
+    """Raise the reason why no simulated plan fits: too little host memory, or peaks that are `too_large`."""
     for short in filter(None, shortages):
         raise HostMemoryError(f"no plan fits: {short}")
     if too_large:
         raise InfeasibleError(
-            f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline "
-            f"that came near takes {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
+            f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: the smallest pipeline that was "
+            f"simulated needs {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
             "allow more memory"
         )

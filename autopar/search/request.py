@@ -1,4 +1,4 @@
-"""What the user asks of a search."""
+"""The settings of a search: constraints, memory limit, training, and limits on its effort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one search works on: the program on device groups of one size, what is asked of it, and what its parts share."""
+"""The context of one search: the program on device groups of one size, its demands, and tables that its parts share."""
 
 from __future__ import annotations
 

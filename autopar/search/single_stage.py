@@ -76,7 +76,7 @@ class SingleStagePaths:
         return by_estimate, min((float(self.least_s[path]), peak[path]) for path in self.front)
 
     def lower_bound_s(self, limit_bytes: float) -> float:
-        """No path of the candidates that fits takes less, as simulated."""
+        """A lower bound on the simulated step time of all paths that fit."""
         least = self.least
         if self.fastest[1][1] > limit_bytes:  # else the hull without a limit is exact
             least = self._near.get(limit_bytes) or fastest_paths(
@@ -134,8 +134,8 @@ class SingleStageSearch:
         if self.searched and not any(_adds(paths, self.searched) for paths in self._last):
             return False
         self.searched += self._last
-        found = [paths.fastest_fitting(self._limit_bytes) for paths in self._last]
-        self._fastest_fitting.append((min(each[0] for each in found), min(each[1] for each in found)))
+        fastest = [paths.fastest_fitting(self._limit_bytes) for paths in self._last]
+        self._fastest_fitting.append((min(each[0] for each in fastest), min(each[1] for each in fastest)))
         return True
 
     def _is_settled(self, rival_s: float) -> bool:

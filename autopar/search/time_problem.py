@@ -112,10 +112,10 @@ def _layer_variables(layer: Layer) -> dict[str, Variable]:
 
 
 def _named_ops(program: Program, layer: Layer, patterns: Sequence[str]) -> frozenset[int]:
-    """The positions of ops that are named in every layer of this kind: they run alike."""
-    alike = [other for other in program.layers if other.kind == layer.kind] if patterns else []
-    positions = range(len(layer.ops)) if alike else ()
-    return frozenset(p for p in positions if all(is_named(other.ops[p], patterns) for other in alike))
+    """The positions of ops that are named in every layer of this kind, as these run the same program."""
+    same_kind = [other for other in program.layers if other.kind == layer.kind] if patterns else []
+    positions = range(len(layer.ops)) if same_kind else ()
+    return frozenset(p for p in positions if all(is_named(other.ops[p], patterns) for other in same_kind))
 
 
 def _add_layer(problem: TimeProblem, layer: Layer, num_microbatches: int, named: frozenset[int]) -> None:

@@ -118,12 +118,12 @@ def _rerunning(name: str) -> ActivationPolicy:
 
 def matching_policies(recompute: str, *, offloads: bool) -> tuple[str, ...]:
     """The names of the ways that recompute as the policy `recompute` does (as any does, if ""), and offload or not."""
-    wanted = _policies[recompute] if recompute else None
+    named = _policies[recompute] if recompute else None
     return tuple(
         name
         for name, policy in _policies.items()
         if policy.offloads == offloads
-        and (wanted is None or (policy.reruns, policy.keeps_inputs_only) == (wanted.reruns, wanted.keeps_inputs_only))
+        and (named is None or (policy.reruns, policy.keeps_inputs_only) == (named.reruns, named.keeps_inputs_only))
     )
 
 

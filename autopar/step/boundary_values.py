@@ -1,4 +1,4 @@
-"""What crosses from layer to layer, and what moving it costs; and what pipeline stages send to each other.
+"""Values that cross from layer to layer or from stage to stage, and the cost of moving them.
 
 A value leaves its producer in the layout that the producer's `LayerStrategy.outputs` says, on the
 producer's mesh, and arrives at each layer that reads it in the layout that this layer's

@@ -1,4 +1,4 @@
-"""How the devices of a plan share the rows of a batch: what a sampler of data needs to know.
+"""How the devices of a plan split the rows of a batch, for samplers and data loaders.
 
 A plan splits the batch layer by layer, and layers may split it differently.  What counts here is the first op that
 splits it: of a plan with data parallelism that is most often the embedding, or the op behind it.  Ranks that differ in
@@ -39,11 +39,11 @@ class DataSplit:
 
     def rank_of(self, rank: int) -> int:
         """Which of these parts global `rank` has."""
-        found = 0
+        data_rank = 0
         for axis, placement in zip(mesh_axes(self.mesh), self.layout, strict=True):
             if placement.is_shard:
-                found = found * axis.size + axis.coordinate(rank)
-        return found
+                data_rank = data_rank * axis.size + axis.coordinate(rank)
+        return data_rank
 
 
 def batch_inputs(program: Program) -> tuple[str, ...]:
@@ -94,8 +94,8 @@ def _batched_operands(op: Op, batch_dims: dict[str, int]) -> Iterator[tuple[int,
 
 def _follow(op: Op, batch_dims: dict[str, int]) -> None:
     """Note which dim of the op's results the rows are, as its ways to split them say."""
-    wanted = [(index, shard(dim)) for index, dim in _batched_operands(op, batch_dims)]
+    batch_placements = [(index, shard(dim)) for index, dim in _batched_operands(op, batch_dims)]
     for option in options_of(op):
-        if any(option.operands[index] == placement for index, placement in wanted):
-            found = zip(op.results, option.results, strict=True)
-            batch_dims.update({name: placement.dim for name, placement in found if placement.is_shard})
+        if any(option.operands[index] == placement for index, placement in batch_placements):
+            results = zip(op.results, option.results, strict=True)
+            batch_dims.update({name: placement.dim for name, placement in results if placement.is_shard})

@@ -1,4 +1,4 @@
-"""What a compiler makes of a layer: which ops become one kernel, and what it keeps for backward.
+"""How a compiler fuses a layer: which ops become one kernel, and which tensors are saved for backward.
 
 The rules are inductor's.  Elementwise ops and reductions over equally many elements become one kernel where one reads
 what the other makes or both read the same tensor, unless something else has to run between them; views take nothing.
@@ -118,8 +118,8 @@ class _Kernels:
     def of_ops(self, graph: TensorGraph) -> tuple[FusedKernel, ...]:
         """The kernels made of the ops of those nodes."""
         named = (k._replace(ops=tuple(graph.nodes[n].index for n in k.ops)) for k in self.kernels)
-        found = (k._replace(ops=tuple(op for op in k.ops if op >= 0)) for k in named)
-        return tuple(kernel for kernel in found if kernel.ops)  # moves inside a device cost nothing
+        kernels = (k._replace(ops=tuple(op for op in k.ops if op >= 0)) for k in named)
+        return tuple(kernel for kernel in kernels if kernel.ops)  # moves inside a device cost nothing
 
 
 def _kernels(tasks: Sequence[_Task], leaving: Iterable[_Key], sizes: Mapping[TensorKey, float]) -> _Kernels:
@@ -135,7 +135,7 @@ def _kernels(tasks: Sequence[_Task], leaving: Iterable[_Key], sizes: Mapping[Ten
     members: dict[int, list[int]] = {}
     for number, group in group_of.items():
         members.setdefault(group, []).append(number)
-    found: list[FusedKernel] = []
+    kernels: list[FusedKernel] = []
     inside: set[_Key] = set()
     for group, numbers in members.items():
         nodes = tuple(dict.fromkeys(tasks[number].node for number in numbers if tasks[number].node >= 0))
@@ -146,8 +146,8 @@ def _kernels(tasks: Sequence[_Task], leaving: Iterable[_Key], sizes: Mapping[Ten
                     written += num_bytes
                 else:
                     inside.add(key)
-        found.append(FusedKernel(nodes, _read_bytes([tasks[n] for n in numbers], sizes), written))
-    return _Kernels(tuple(found), frozenset(inside))
+        kernels.append(FusedKernel(nodes, _read_bytes([tasks[n] for n in numbers], sizes), written))
+    return _Kernels(tuple(kernels), frozenset(inside))
 
 
 def _read_bytes(tasks: Sequence[_Task], sizes: Mapping[TensorKey, float]) -> float:
@@ -294,8 +294,8 @@ class _Saving:
 
     def reads(self, number: int, node: TensorNode) -> tuple[TensorKey, ...]:
         """What the backward of this node reads of what is kept."""
-        found = (each for key in self.wanted[number] for each in self.sources(key, node.piece))
-        return tuple(dict.fromkeys(found))
+        tensors = (each for key in self.wanted[number] for each in self.sources(key, node.piece))
+        return tuple(dict.fromkeys(tensors))
 
     def sources(self, key: TensorKey, piece: int) -> Iterator[TensorKey]:
         """What is kept, or always there, from which a tensor is computed again in this piece."""
@@ -335,7 +335,7 @@ class _Saving:
         return node.fuses and not is_statistic and node.piece == piece
 
     def _keep(self, key: TensorKey, piece: int) -> None:
-        """Keep a tensor, or what it is computed again from if that takes no more."""
+        """Keep a tensor, or the tensors to recompute it from if these are no larger."""
         if self._is_named(key):
             self._kept |= self._origins([key])
             return

@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # relative: a point that is no further below the line between 
 
 @dataclass(frozen=True, eq=False)
 class HullPoint(Generic[T]):
-    """The best choice at some price of a byte, and what it takes."""
+    """The best choice at some price of a byte, with its bytes and seconds."""
 
     seconds: float
     num_bytes: float
@@ -41,7 +41,7 @@ def follow_hull(
     Args:
         best_at: what has the least seconds, bytes paid for at a price; equal ones in any order.
         dearest_s_per_byte: a price at which bytes alone decide.
-        max_points: most points that are asked for.
+        max_points: the maximum number of points.
         aim_bytes: where the hull is followed first, if not everywhere alike.
     """
     points = {0.0: best_at(0.0), dearest_s_per_byte: best_at(dearest_s_per_byte)}

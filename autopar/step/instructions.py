@@ -81,10 +81,10 @@ class RunOp:
 
 @dataclass(frozen=True, slots=True)
 class InPieces:
-    """Run a move on one axis in pieces of rows, beside the products that read what it gives or make what it moves.
+    """Run a move on one axis in pieces of rows, overlapped with the products that read its result or make its source.
 
     Forward, each piece that has arrived is multiplied while the next one travels, or travels while the next one is
-    multiplied; so do gradients in backward, and the product for the gradient of the weight runs beside the last ones.
+    multiplied; so do gradients in backward, and the product for the gradient of the weight overlaps the last ones.
 
     Args:
         move: has one step.

@@ -29,12 +29,12 @@ class LayerBytes:
     """Bytes of one layer; of those of its parameters, sums of what `ParameterBytes` says.
 
     Args:
-        running: what one microbatch takes.
+        running: the bytes of one microbatch.
         stored: per parameter, buffer and constant (by name in the layer), its storage; of parameters that several
             layers share, nothing here.
         optimizer_bytes: of the optimizer's state, those of shared parameters apart.
         largest_bytes: the largest trained parameter as it is stored, for an optimizer that steps one after the other.
-        whole_bytes: what is gathered for an optimizer that takes whole parameters, those of shared ones apart.
+        whole_bytes: bytes that are gathered for an optimizer of whole parameters, without shared ones.
         copied_bytes: the copies to compute with.
         received_bytes: the part of them that collectives bring.
         brought_bytes: what is copied from the host's memory to be gathered, or computed with.
@@ -188,7 +188,7 @@ def step_tensors(layers: PlannedLayers, sizes: Sequence[LayerBytes]) -> StepTens
         for name, (key, num_bytes, gradient_bytes) in zip(layer.outputs, sizes[index].running.outputs, strict=True)
     }
     arriving = _arriving_tensors(layers, outputs)
-    found = tuple(
+    tensors = tuple(
         _layer_tensors(layers, index, sizes[index].running, outputs, arriving[index])
         for index in range(len(layers.program.layers))
     )
@@ -197,7 +197,7 @@ def step_tensors(layers: PlannedLayers, sizes: Sequence[LayerBytes]) -> StepTens
     made_in = {name: index for index, layer in enumerate(program.layers) for name in layer.outputs}
     trained = [name for name in program.loss_terms if program.values[name].requires_grad]
     losses = tuple(tuple(name for name in trained if made_in.get(name) in own) for own in ranges)
-    return StepTensors(found, outputs, _last_reads(program, returned), _sent(layers), losses, returned)
+    return StepTensors(tensors, outputs, _last_reads(program, returned), _sent(layers), losses, returned)
 
 
 def _layer_tensors(
@@ -227,12 +227,12 @@ def _layer_tensors(
 
 def _arriving_tensors(layers: PlannedLayers, outputs: Mapping[str, LayerOutput]) -> list[dict[str, Tensor]]:
     """Per layer, the inputs that are read as they were put out."""
-    found: list[dict[str, Tensor]] = [{} for _ in layers.program.layers]
+    arriving: list[dict[str, Tensor]] = [{} for _ in layers.program.layers]
     for crossing in layers.crossings:
         source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
         if (source.mesh, source.outputs[crossing.output]) == (target.mesh, target.inputs[crossing.input]):
-            found[crossing.reader][crossing.value] = outputs[crossing.value].tensor
-    return found
+            arriving[crossing.reader][crossing.value] = outputs[crossing.value].tensor
+    return arriving
 
 
 def _last_reads(program: Program, returned: frozenset[str]) -> tuple[tuple[str, ...], ...]:

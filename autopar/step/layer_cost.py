@@ -194,7 +194,7 @@ def running_costs(
         else:
             activation_s += seconds
         ahead_s += seconds if run.phase == "forward" else 0.0
-    found: dict[str, LayerCost] = {}
+    costs: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
     for how, memory in running_memory(placed, hows, training).items():
         rerun = zip(placed.layer.ops, placed.states, forward_s, strict=True)
@@ -204,13 +204,13 @@ def running_costs(
         leave_s, return_s = (
             prices.host.exposed_s(copies_s, beside_s) for beside_s in (sum(forward_s), backward_s + recompute_s)
         )
-        found[how] = LayerCost(
+        costs[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
             parameter_s, saved_bytes=memory.kept_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
             forward_comm_s=ahead_s, weight_s=weight_s, split_bytes=memory.branch_bytes,
             leave_s=leave_s, return_s=return_s, host_bytes=memory.offloaded_bytes, copies_s=copies_s,
         )  # fmt: skip
-    return found
+    return costs
 
 
 def computing_runs(

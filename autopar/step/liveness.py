@@ -1,4 +1,4 @@
-"""How long the local tensors of a layer live, forward and backward, and the most that they take together.
+"""How long the local tensors of a layer live, forward and backward, and their peak memory.
 
 Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and the layer's
 outputs, live on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
@@ -171,15 +171,15 @@ class _Liveness:
             read = {key for node in self.graph.nodes for key in node.reads}
             return self._sized(key for key in self.graph.inputs.values() if key in read), 0.0
         if policy.reruns is not None:
-            wanted = [key for node in self.graph.nodes for key in node.saves]
-            return self._sized(self._without_rerun(wanted, policy)), self.extra_bytes
+            saved_keys = [key for node in self.graph.nodes for key in node.saves]
+            return self._sized(self._without_rerun(saved_keys, policy)), self.extra_bytes
         return self.saved, self.extra_bytes
 
     def _sized(self, keys: Iterable[TensorKey]) -> dict[TensorKey, float]:
         return {key: self.graph.sizes[key] for key in keys if key in self.graph.sizes}
 
     def _without_rerun(self, wanted: Iterable[TensorKey], policy: ActivationPolicy) -> set[TensorKey]:
-        """What to keep so that rerunning ops gives `wanted` again."""
+        """The tensors to keep so that rerunning ops gives `wanted` again."""
         maker = {key: node for node in self.graph.nodes for key in node.makes}
         kept: set[TensorKey] = set()
         seen: set[TensorKey] = set()
@@ -271,11 +271,11 @@ class _Liveness:
         if dropped:
             together = min(first[key] for key in dropped)
             first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_rerun(dropped, policy)), together)
-        found: dict[int, list[TensorKey]] = {}
+        last_reads: dict[int, list[TensorKey]] = {}
         for key, number in first.items():
             if key not in self.arrived:
-                found.setdefault(number, []).append(key)
-        return found
+                last_reads.setdefault(number, []).append(key)
+        return last_reads
 
 
 def _is_rerun(node: TensorNode, policy: ActivationPolicy) -> bool:

@@ -67,9 +67,9 @@ def _wanted_time(local: PlacedLayer, name: str) -> Placement:
     """How an input arrives in time, as far as the layer alone can tell."""
     if name in local.program.inputs:
         return REPLICATE
-    wanted = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
+    times = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
     # What carries a gradient can't be cut, so whoever made it gives what the readers want.
-    return wanted[0] if wanted and local.program.values[name].requires_grad else local.view.values[name]
+    return times[0] if times and local.program.values[name].requires_grad else local.view.values[name]
 
 
 class _Builder:
@@ -157,9 +157,9 @@ class _Builder:
             return target
         if not (is_whole and time.is_shard) or value.requires_grad:
             raise PlanMismatchError(
-                f"layer {self.local.layer.name}: microbatches can't take {value.name} from {place.time} to {time} in "
-                f"time, because that needs other microbatches: choose other factors in time for the ops that read it "
-                "or make it, or plan again"
+                f"layer {self.local.layer.name}: microbatches can't convert {value.name} from {place.time} to {time} "
+                f"in time, because that needs other microbatches: choose other factors in time for the ops that read "
+                "it or make it, or plan again"
             )
         # Time is outside all devices: microbatch m of a shard is not the shard of microbatch m.
         whole = self._move(source, tuple(REPLICATE if p == time else p for p in place.layout), purpose, before)
@@ -173,7 +173,7 @@ class _Builder:
             shape = local_shape(tensor.shape, layout, self.local.mesh)
         except (ValueError, IndexError) as error:
             raise PlanMismatchError(
-                f"layer {self.local.layer.name}: {value.name} can't be laid out so: {error}"
+                f"layer {self.local.layer.name}: {value.name} can't have this layout: {error}"
             ) from error
         return self._append(LocalValue(value, layout, time, TensorType(shape, tensor.dtype)))
 

@@ -62,14 +62,14 @@ def _regions(program: Program) -> tuple[_Region, ...]:
     if not (program.training and program.loss) or program.piece_tokens:
         return ()
     alone = {kind.kind for kind in program.kinds} - _repeated(program)
-    found = (
+    regions = (
         _region(program, index, op)
         for index, layer in enumerate(program.layers)
         if layer.kind in alone
         for op in layer.ops
         if op.target == _LOSS and program.values[op.results[0]].requires_grad
     )
-    return tuple(region for region in found if region is not None)
+    return tuple(region for region in regions if region is not None)
 
 
 def _repeated(program: Program) -> set[int]:
@@ -165,8 +165,8 @@ def _can_be_late(program: Program, region: _Region) -> bool:
     """Whether what the caller reads of the region can be computed from hidden states and parameters."""
     if not any(name in program.outputs for op in region.inside for name in op.results):
         return True
-    held = region.product.operands[1:]
-    return all(program.values[name].role == "parameter" for name in held)
+    weights = region.product.operands[1:]
+    return all(program.values[name].role == "parameter" for name in weights)
 
 
 # --- rewriting

@@ -86,11 +86,11 @@ class _Group:
         program = layers.program
         self.number, self.layers, self.training, self.sizes = group, layers, training, sizes
         self.own = [index for index, own in enumerate(layers.group_of) if own == group]
-        held = {name for index in self.own for name in program.layers[index].state}
+        state = {name for index in self.own for name in program.layers[index].state}
         self.shared: dict[str, ParameterBytes] = {
             name: shared_parameter_bytes(program.values[name], where, training)
             for name, where in layers.shared.items()
-            if name in held
+            if name in state
         }
         self.parameter_bytes = sum(self._stored().values()) + sum(s.stored_bytes for s in self.shared.values())
         self.optimizer_bytes = sum(sizes[index].optimizer_bytes for index in self.own)
@@ -106,13 +106,13 @@ class _Group:
 
     def _stored(self) -> dict[tuple[str, float], float]:
         """By name, what layers store; each part of a constant once."""
-        program, found = self.layers.program, dict[tuple[str, float], float]()
+        program, stored = self.layers.program, dict[tuple[str, float], float]()
         for index in self.own:
             real = dict(zip(self.layers.placed[index].layer.state, program.layers[index].state, strict=True))
             for name, num_bytes in self.sizes[index].stored:
                 is_constant = program.values[real[name]].role == "constant"
-                found[real[name], num_bytes if is_constant else 0.0] = num_bytes
-        return found
+                stored[real[name], num_bytes if is_constant else 0.0] = num_bytes
+        return stored
 
     def shared_gradients(self) -> list[dict[str, float]]:
         """Per layer of the plan, the gradients of the shared parameters that it reads."""

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step: what the usual formula counts, and what a utilization (MFU) is a share of.
+"""Model FLOPs of a step, as the usual formula counts them: the numerator of model FLOPs utilization (MFU).
 
 ::
 
@@ -25,7 +25,7 @@ _OF_PRODUCT = 2  # operands that the product rule gives a gradient each; in atte
 
 def model_flops(program: Program, training: TrainingSpec) -> dict[str, float]:
     """Dtype that arithmetic is done in -> its model FLOPs in one step over the whole batch, on all devices together."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     times = Counter(layer.kind for layer in program.layers)
     for layer in program.kinds:
         for op in layer.ops:
@@ -34,8 +34,8 @@ def model_flops(program: Program, training: TrainingSpec) -> dict[str, float]:
             if flops:
                 passes = 1 + _gradients(program, op, works, training)
                 dtype = works[0][1].dtype
-                found[dtype] = found.get(dtype, 0.0) + times[layer.kind] * flops * passes
-    return found
+                totals[dtype] = totals.get(dtype, 0.0) + times[layer.kind] * flops * passes
+    return totals
 
 
 def _works(program: Program, op: Op) -> list[tuple[int, Work]]:

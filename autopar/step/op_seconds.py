@@ -1,4 +1,4 @@
-"""Seconds of each op of a layer: eager, or as a part of the kernel that a compiler makes of it and others."""
+"""Seconds of each op of a layer: run eagerly, or as its share of a fused kernel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fused(placed: PlacedLayer, training: TrainingSpec) -> FusedLayer:
 def _shared_out(
     kernels: Sequence[FusedKernel], joined: Set[int], alone_s: Sequence[float], prices: Prices
 ) -> list[float]:
-    """Per op, what it takes alone, or if it is `joined` to others, its parts of the kernels that it is in."""
+    """The seconds of each op alone, or if it is fused (`joined`), its shares of the kernels that it is in."""
     kernels_s = [_kernel_s(kernel, prices) for kernel in kernels]
     most = sum(alone_s[op] for op in joined)
     scale = min(1.0, most / sum(kernels_s)) if any(kernels_s) else 0.0

@@ -232,9 +232,9 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
 def kernel_hidden_s(
     calls: Sequence[tuple[CollectiveCall, int]], phase_s: Mapping[str, float], prices: Prices
 ) -> list[float]:
-    """Seconds of each of `kernel_calls`, one time, that pass beside the kernel's computing, `phase_s` by phase.
+    """Seconds of each of `kernel_calls`, one time, that overlap with the kernel's compute, `phase_s` by phase.
 
-    Of a ring of n devices, each step sends beside one n-th of the computing; a device is then busy for the longer one
+    Of a ring of n devices, each step sends during one n-th of the compute; a device is then busy for the longer one
     of what it sends, and of what it computes and loses by sending (`Prices.interference`).  Rings on several axes send
     at the same time, on links of their own.
     """

@@ -1,4 +1,4 @@
-"""What of a layer's parameter collectives compute overlaps, as an estimate for each layer by itself.
+"""How much of a layer's parameter collectives overlaps with compute, estimated for each layer by itself.
 
 The runtime gathers a layer's parameters while the layer before it computes, and reduces their gradients while the next
 one does (`autopar.step.simulate` has the order).  Layers come in runs of equal ones, so the estimate lets the

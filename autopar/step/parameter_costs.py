@@ -1,4 +1,4 @@
-"""What a parameter takes on one device: bytes, sums of its gradients.
+"""The bytes of a parameter on one device, and the seconds of adding up its gradients.
 
 `ParameterBytes` is the one record of bytes that prices, the search and the memory of a step read.
 
@@ -149,7 +149,7 @@ def parameter_bytes(
 def shared_parameter_bytes(
     value: Value, where: tuple[tuple[int, ...], Layout], training: TrainingSpec
 ) -> ParameterBytes:
-    """Of a parameter in shared storage, what its storage takes: without the copies of the layers that read it."""
+    """The cost of a shared parameter's storage, without the copies of the layers that read it."""
     stored = math.prod(local_shape(value.type.shape, where[1], where[0]))
     trains = value.requires_grad and training.is_training
     return parameter_bytes(value.type.dtype, stored, stored, (), trains=trains, training=training)
@@ -173,7 +173,7 @@ def held_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
     """The bytes of what the layer holds, as a search counts them; `training` is the layer's own.
 
     Buffers and constants are counted as they are stored.  Of parameters in shared storage, which the plan counts once,
-    only what the layer's copy takes besides is counted.
+    only the layer's copy is counted.
     """
     others = (flow for flow in placed.flows.values() if flow.source == "state" and not flow.is_parameter)
     sizes = (placed.local_bytes(flow.value.type, placed.storage[flow.producer]) for flow in others)
@@ -268,7 +268,7 @@ def shared_costs(
     program: Program, shared: SharedStorage, prices: Prices, training: TrainingSpec, num_devices: int, num_groups: int
 ) -> dict[str, SharedCost]:
     """What each shared parameter takes on a device group (of `num_devices`) that reads it."""
-    found: dict[str, SharedCost] = {}
+    costs: dict[str, SharedCost] = {}
     for name, (mesh, layout) in shared.items():
         value = program.values[name]
         trains = value.requires_grad and training.is_training
@@ -279,5 +279,5 @@ def shared_costs(
             step_s = parameter_step_s(value, mesh, layout, rate_s, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
-        found[name] = SharedCost(step_s, own.held(0), exchange_s)
-    return found
+        costs[name] = SharedCost(step_s, own.held(0), exchange_s)
+    return costs

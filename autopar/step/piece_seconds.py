@@ -58,7 +58,7 @@ def hidden_s(
 
     Less than 0: it takes longer in pieces than whole.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name, phase in _phases(local, each, placed, prices, training):
         count, taken = each.count, prices.interference(phase.kind, each.move.steps[0].axis)
         move_s, piece_s, beside_s = phase.move_s, phase.piece_s, phase.beside_s
@@ -75,8 +75,8 @@ def hidden_s(
                 count * piece_s + taken * overlapped + beside_s,
             )
         whole_s = phase.whole_s + beside_s
-        found[name] = count * move_s + whole_s - total_s
-    return found
+        seconds[name] = count * move_s + whole_s - total_s
+    return seconds
 
 
 def best_pieces(
@@ -97,21 +97,21 @@ _Gains = dict[int, tuple[float, float]]
 
 def _best(local: LocalProgram, gains: Mapping[str, _Gains], recompute: str) -> tuple[tuple[str, int], ...]:
     ahead = 2 if activation_policy(recompute).keeps_inputs_only else 1
-    found: list[tuple[str, int]] = []
+    choices: list[tuple[str, int]] = []
     taken: set[int] = set()
     for name, each in pieced_collectives(local, recompute).items():
         total_s = {count: ahead * gain[0] + gain[1] for count, gain in gains[name].items()}
         best = max(total_s, key=lambda count: total_s[count], default=0)
         if best and total_s[best] > 0 and not any(run.index in taken for run in each.products):
-            found.append((name, best))
+            choices.append((name, best))
             taken |= {run.index for run in each.products}
-    return tuple(found)
+    return tuple(choices)
 
 
 def _gains(local: LocalProgram, each: InPieces, placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> _Gains:
     """By number of pieces, how many seconds less they take than one, forward and backward."""
     whole_s = _collective_s(each, prices)
-    found: _Gains = {}
+    gains: _Gains = {}
     for count in COUNTS:
         cut = with_count(local, each, count)
         if cut is not None:
@@ -120,21 +120,21 @@ def _gains(local: LocalProgram, each: InPieces, placed: PlacedLayer, prices: Pri
                 hidden[phase] + whole_s[phase] - count * piece_s[phase] if phase in hidden else 0.0
                 for phase in ("forward", "backward")
             )
-            found[count] = ahead_s, back_s
-    return found
+            gains[count] = ahead_s, back_s
+    return gains
 
 
 def demanded_pieces(placed: PlacedLayer, count: int, recompute: str = "none") -> tuple[tuple[str, int], ...]:
     """Every collective that can run in pieces, in `count` of them, or as many below it as its rows divide into."""
-    found: list[tuple[str, int]] = []
+    counts: list[tuple[str, int]] = []
     taken: set[int] = set()
     local = local_program(placed)
     for name, each in pieced_collectives(local, recompute).items():
         most = most_pieces(local, each, count)
         if most > 1 and not any(run.index in taken for run in each.products):
-            found.append((name, most))
+            counts.append((name, most))
             taken |= {run.index for run in each.products}
-    return tuple(found)
+    return tuple(counts)
 
 
 def _collective_s(each: InPieces, prices: Prices) -> dict[str, float]:

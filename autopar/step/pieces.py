@@ -43,25 +43,26 @@ def in_pieces(
     """
     if not pieces:
         return local
-    found = pieced_collectives(local, recompute)
+    collectives = pieced_collectives(local, recompute)
     moved = {local.values[each.source].value.name for each in local.singles if isinstance(each, Reshard)}
     still = {each.value.name for each in local.values} - moved  # as on a mesh of one device: there is nothing to cut
-    chosen = [_cut(local, layer, name, count, found) for name, count in pieces if name not in still]
+    chosen = [_cut(local, layer, name, count, collectives) for name, count in pieces if name not in still]
     taken = [id(run) for each in chosen for run in each.products]
     if len(taken) != len(set(taken)):
         raise PlanMismatchError(
-            f"layer {layer}: of pieces {dict(pieces)} two run beside one product: leave one of them out"
+            f"layer {layer}: in pieces {dict(pieces)} two collectives overlap one product: leave one of them out"
         )
     return replace(local, instructions=tuple(_instructions(local, chosen)))
 
 
-def _cut(local: LocalProgram, layer: str, name: str, count: int, found: Mapping[str, InPieces]) -> InPieces:
-    if name not in found:
+def _cut(local: LocalProgram, layer: str, name: str, count: int, collectives: Mapping[str, InPieces]) -> InPieces:
+    if name not in collectives:
         raise PlanMismatchError(
-            f"layer {layer}: the collective of {name} can't run in pieces, which takes products of its rows that are "
-            f"not computed again one by one, alone beside it; those of {sorted(found) or 'no value here'} can"
+            f"layer {layer}: the collective of {name} can't run in pieces: its rows must go into or come from a "
+            f"product that no other collective overlaps and that is not recomputed by itself; those of "
+            f"{sorted(collectives) or 'no value here'} can"
         )
-    cut = with_count(local, found[name], count)
+    cut = with_count(local, collectives[name], count)
     if cut is None:
         raise PlanMismatchError(f"layer {layer}: the rows of {name} can't be cut into {count} pieces of equal size")
     return cut
@@ -77,7 +78,7 @@ def pieced_collectives(local: LocalProgram, recompute: str = "none") -> dict[str
     """The collectives that can run in pieces, by the value that is moved; each in one piece so far."""
     uses = _Uses(local)
     policy = activation_policy(recompute)
-    found: dict[str, InPieces] = {}
+    collectives: dict[str, InPieces] = {}
     for each in local.singles:
         if not isinstance(each, Reshard) or len(each.steps) != 1 or each.purpose != "copy":
             continue
@@ -88,8 +89,8 @@ def pieced_collectives(local: LocalProgram, recompute: str = "none") -> dict[str
             whole = InPieces(each, products, 0, 1)
             move = each if whole.moves_first else replace(each, before=products[0].index + 1)
             if whole.sharded_dim < len(value.type.shape) - 1:
-                found[value.name] = replace(whole, move=move)
-    return found
+                collectives[value.name] = replace(whole, move=move)
+    return collectives
 
 
 class _Uses:

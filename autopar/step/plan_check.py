@@ -1,4 +1,4 @@
-"""Whether a plan fits a program: checked before a plan that someone wrote or edited is run."""
+"""Check that a plan fits a program, before a plan that was written or edited by hand runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _differences(place: str, here: Any, there: Any) -> Iterator[tuple[str, Any, 
 
 def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:
     if plan.world_size != world_size:
-        yield f"it is for {plan.world_size} devices, here are {world_size}"
+        yield f"it is for {plan.world_size} devices, but there are {world_size}"
     planned = tuple((layer.name, layer.kind) for layer in plan.layers)
     traced = tuple((layer.name, layer.kind) for layer in program.layers)
     if planned != traced:
@@ -177,7 +177,7 @@ def _layout_problems(program: Program, name: str, layout: Layout, mesh: tuple[in
         yield f"{where}: no value is called {name}"
         return
     shape = program.type_of(name).shape
-    text = f"{where}: {name} of shape {shape} can't lie as {format_layout(layout)} on mesh {mesh}"
+    text = f"{where}: {name} of shape {shape} can't have the layout {format_layout(layout)} on mesh {mesh}"
     if len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
         yield text
         return

@@ -1,4 +1,4 @@
-"""Every collective that one training step by a plan runs: what was priced, what runs, what is explained."""
+"""Every collective of one training step by a plan: the same list is priced, run and explained."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def plan_collectives(
     training = (training or TrainingSpec()).by(plan.decisions)
     layers = PlannedLayers(program, plan.decisions)
     between = step_collectives(layers, training)
-    found: list[PricedCollective] = []
+    collectives: list[PricedCollective] = []
     for index in (index for index, own in enumerate(layers.group_of) if own == group):
         names = layers.names(index)
         inside = placed_collectives(layers.placed[index], training)
-        found += between.arriving[index]
-        found += (replace(run, value=names.get(run.value, run.value)) for run in inside)
-        found += between.returning[index]
-    found += (run for stage, run in between.sent if plan.decisions.groups[stage] == group)
-    found += (run for groups, run in between.tied if group in groups)
-    return (*found, *between.told)
+        collectives += between.arriving[index]
+        collectives += (replace(run, value=names.get(run.value, run.value)) for run in inside)
+        collectives += between.returning[index]
+    collectives += (run for stage, run in between.sent if plan.decisions.groups[stage] == group)
+    collectives += (run for groups, run in between.tied if group in groups)
+    return (*collectives, *between.told)
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ def step_collectives(layers: PlannedLayers, training: TrainingSpec) -> StepColle
 
 
 def _arriving(layers: PlannedLayers, training: TrainingSpec) -> tuple[tuple[PricedCollective, ...], ...]:
-    found: list[list[PricedCollective]] = [[] for _ in layers.strategies]
+    arriving: list[list[PricedCollective]] = [[] for _ in layers.strategies]
     for crossing in layers.crossings:
         source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
         steps = transfer_steps(
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input])
         )
         has_gradient = crossing.requires_grad and training.is_training
-        found[crossing.reader] += (
+        arriving[crossing.reader] += (
             priced(call, crossing.value, layers.decisions.num_microbatches, "activation")
             for call in reshard_calls(steps, crossing.tensor.num_bytes, has_gradient=has_gradient)
         )
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, arriving))
 
 
 def _returning(layers: PlannedLayers, index: int, training: TrainingSpec) -> Iterator[PricedCollective]:

@@ -1,4 +1,4 @@
-"""Whether a plan's decisions are legal: they are typed by the derivation of what they would run.
+"""Check that a plan's decisions are legal, by the derivation of the local programs that they describe.
 
 Between ops every change of layout has a movement, so what can be wrong is where decisions end: how values come into a
 layer and leave it in time (microbatches), how parameters are stored, and how often a gradient is counted.

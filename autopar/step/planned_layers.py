@@ -96,15 +96,15 @@ class PlannedLayers:
     def placed(self) -> tuple[PlacedLayer, ...]:
         """Per layer, one like it with its strategy applied; layers that run the same have the same one."""
         known: dict[tuple[object, ...], PlacedLayer] = {}
-        found: list[PlacedLayer] = []
+        placed: list[PlacedLayer] = []
         for layer, planned in zip(self.program.layers, self.decisions.layers, strict=True):
             key = (layer.kind, planned.strategy, *(self.shared.get(name) for name in layer.state))
             if key not in known:
                 own = own_strategy(self.program, layer, self.decisions.strategies[planned.strategy])
                 count = self.decisions.num_microbatches
                 known[key] = self.facts.place(self.program, layer, own, count, self.shared)
-            found.append(known[key])
-        return tuple(found)
+            placed.append(known[key])
+        return tuple(placed)
 
     def names(self, index: int) -> dict[str, str]:
         """From the values and ops of the layer in `placed` to those of the layer of this index."""

@@ -1,5 +1,6 @@
-"""What a search must be told: prices, which `autopar.cost` provides, or a table of a test; and what has a price:
-collectives, such as those of a reshard, forward and backward.
+"""The interface for prices, and the collectives that are priced, such as those of a reshard, forward and backward.
+
+`autopar.cost` implements the interface; so do the tables of tests.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
 from autopar.step.training import TrainingSpec
 
-__all__ = ["layer_costs", "predict"]
+__all__ = ["layer_costs", "predict", "simulated_step_s"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
 
@@ -103,6 +103,19 @@ def predict(
     )
 
 
+def simulated_step_s(
+    program: Program,
+    decisions: Decisions,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    facts: LayerFacts | None = None,
+) -> float:
+    """The seconds of a step alone, which `predict` gives too, but for rounding; arguments and errors are the same."""
+    training = training.by(decisions)
+    return step_seconds(PlannedLayers(program, decisions, facts or LayerFacts()), prices, training, schedules)
+
+
 def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> tuple[LayerCost, ...]:
     """The cost of every layer, with moves to it and the parameters that it shares."""
     costs = layers.find("cost", lambda placed: placed_cost(placed, prices, training))
@@ -141,7 +154,7 @@ def _optimizer_gathers_s(layers: PlannedLayers, prices: Prices, training: Traini
 
 def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> dict[int, tuple[float, float]]:
     """Index of a layer -> seconds to bring it what other layers produce, and the gradients back."""
-    found: dict[int, tuple[float, float]] = {}
+    arrival_s: dict[int, tuple[float, float]] = {}
     for crossing in layers.crossings:
         source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
         ahead_s, back_s = transfer_parts_s(
@@ -152,9 +165,9 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
             (source.mesh, source.outputs[crossing.output]),
             (target.mesh, target.inputs[crossing.input]),
         )
-        before = found.get(crossing.reader, (0.0, 0.0))
-        found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
-    return found
+        before = arrival_s.get(crossing.reader, (0.0, 0.0))
+        arrival_s[crossing.reader] = before[0] + ahead_s, before[1] + back_s
+    return arrival_s
 
 
 def _stage_costs(

@@ -92,8 +92,8 @@ def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
     if not between:
         return ()
     most, least = front[0].kept_bytes, front[-1].kept_bytes
-    wanted = [least + share * (most - least) for share in _SHARES]
-    nearest = (min(between, key=lambda choice: abs(choice.kept_bytes - each)) for each in wanted)
+    targets = [least + share * (most - least) for share in _SHARES]
+    nearest = (min(between, key=lambda choice: abs(choice.kept_bytes - each)) for each in targets)
     return tuple(dict.fromkeys(nearest))
 
 

@@ -2,7 +2,7 @@
 
 Attention to a sequence of n tokens takes ``a * n + b * n**2``: kernels reach less of their rate on short sequences, and
 read and write each token once.  Where sequences are documents of a row, both numbers are those of the plan's own prices
-at two lengths; elsewhere a row is one sequence, and its attention counts as pairs alone.
+at two lengths, at which layers are timed; elsewhere a row is one sequence, and its attention counts as pairs alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.ops import family_of
-from autopar.ops.attention import DOCUMENTS, document_length, with_document_length
+from autopar.ops.attention import DOCUMENTS, document_length, second_document_length, with_document_length
 from autopar.plan.prediction import LayerCost, RowCost
 from autopar.program import Op
 from autopar.step.data_split import attention_split, batch_inputs
@@ -22,10 +22,6 @@ from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable
 
 __all__ = ["row_cost"]
-
-# The second length at which attention is priced: a whole row, or an eighth of it where documents are longer than half a
-# row. Prices at lengths that are near to each other would say more about their noise than about their slope.
-_NEAR, _SHORT = 2, 8
 
 
 class _Attention(NamedTuple):
@@ -73,7 +69,7 @@ def row_cost(
         ranks,
         at_once,
         tokens,
-        (other_s + attention_linear_s) / (rows * tokens),
+        max(0.0, other_s + attention_linear_s) / (rows * tokens),
         length_s / (rows * tokens),
         once_s,
         (fixed_s - once_s) / decisions.num_microbatches,
@@ -103,19 +99,21 @@ def _attention(placed: PlacedLayer, row: int, prices: Prices, training: Training
 def _linear_share(
     placed: PlacedLayer, op: Op, state: OpState, row: int, prices: Prices, training: TrainingSpec
 ) -> float:
-    """The part of the seconds of attention by documents that does not depend on how long these are."""
+    """The part of the seconds of attention by documents that does not depend on how long these are.
+
+    It is negative where layers were timed and attention takes more of them than its own price says: the prices of other
+    ops are then too high by as much.
+    """
     length = document_length(op, row)
-    other = row if length * _NEAR <= row else max(1, row // _SHORT)
+    other = second_document_length(length, row)
     if other == length:
         return 0.0
 
-    def seconds(tokens: int) -> float:
-        time = prices.op_s(
-            with_document_length(op, tokens), state.work_types, state.result_types,
-            is_differentiable(placed.program, op, training),
-        )  # fmt: skip
+    def seconds(each: Op) -> float:
+        trains = is_differentiable(placed.program, op, training)
+        time = prices.op_s(each, state.work_types, state.result_types, trains)
         return time.forward_s + time.backward_s
 
-    own_s = seconds(length)
-    slope_s = (seconds(other) - own_s) / (other - length)
-    return min(1.0, max(0.0, 1.0 - slope_s * length / own_s)) if own_s else 0.0
+    own_s = seconds(op)
+    slope_s = (seconds(with_document_length(op, other)) - own_s) / (other - length)
+    return min(1.0, 1.0 - slope_s * length / own_s) if own_s else 0.0

@@ -66,17 +66,17 @@ def stage_costs(
     Args:
         shape: the schedule.
         bounds: first layer of every stage, then the number of layers.
-        layers: what each layer takes.
+        layers: the cost of each layer.
         sends: for each cut, seconds to send what crosses it, and its gradients back.
         broadcast_s: seconds, once per step on every group, to tell all of them the loss.
     """
     groups = shape.groups
-    found: list[StageCost] = []
+    costs: list[StageCost] = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own, group = slice(start, stop), groups[index]
         after = index + 1 < len(groups) and groups[index + 1] != group
         before = index > 0 and groups[index - 1] != group
-        found.append(
+        costs.append(
             StageCost(
                 forward_s=float(layers.forward_s[own].sum()),
                 backward_s=float(layers.backward_s[own].sum()),
@@ -86,7 +86,7 @@ def stage_costs(
                 send_backward_s=sends[index - 1][1] if before else 0.0,
             )
         )
-    return tuple(found)
+    return tuple(costs)
 
 
 def pipeline_step_s(shape: Shape, actions: ScheduleActions, stages: Sequence[StageCost]) -> float:

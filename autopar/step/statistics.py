@@ -34,8 +34,10 @@ def with_statistics(program: Program, names: Collection[str]) -> Program:
     if missing:
         raise PlanMismatchError(f"statistics: the program has no op {missing[0]!r}")
     for kind in program.kinds:
-        alike = [layer for layer in program.layers if layer.kind == kind.kind]
-        if any(len({op.name in names for op in ops}) > 1 for ops in zip(*(each.ops for each in alike), strict=True)):
+        same_kind = [layer for layer in program.layers if layer.kind == kind.kind]
+        if any(
+            len({op.name in names for op in ops}) > 1 for ops in zip(*(each.ops for each in same_kind), strict=True)
+        ):
             raise PlanMismatchError(
                 f"statistics: of {', '.join(sorted(names))} only some are in layers like {kind.name}"
             )

@@ -158,17 +158,17 @@ def _computing(category: str, seconds: float) -> tuple[Item, ...]:
 
 def _travelling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
     """The collectives of one layer's parameters: those of a kind share a buffer, and its seconds by their bytes."""
-    found: list[Item] = []
+    items: list[Item] = []
     for together in in_one_buffer(program, runs):
         whole = replace(together[0], num_bytes=sum(run.num_bytes for run in together))
         item = collective_item(whole, prices)
-        found += [
+        items += [
             item._replace(
                 name=run.value, num_bytes=run.num_bytes, seconds=item.seconds * run.num_bytes / whole.num_bytes
             )
             for run in together
         ]
-    return tuple(found)
+    return tuple(items)
 
 
 def _op_seconds(
@@ -197,16 +197,16 @@ def _in_order(
     at: dict[int, list[PricedCollective]] = {}
     for run in reversed(runs) if is_backward else runs:
         at.setdefault(run.before, []).append(run)
-    found: list[Item] = []
+    items: list[Item] = []
     waiting_s = 0.0
     for position in positions:
         for run in at.get(position, ()):
-            found += _computing(category, waiting_s)
+            items += _computing(category, waiting_s)
             waiting_s = 0.0
-            found.append(collective_item(run, prices))
+            items.append(collective_item(run, prices))
         op = position - 1 if is_backward else position
         waiting_s += seconds[op] if 0 <= op < len(seconds) else 0.0
-    return (*found, *_computing(category, waiting_s))
+    return (*items, *_computing(category, waiting_s))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class StepWork:
         layers: the work of each layer.
         sends: per stage, what it sends to the next one (nothing if that is on the same group), one microbatch,
         sends_back: and to the one before.
-        optimizer: per layer, what the optimizer takes.
+        optimizer: the work of the optimizer, per layer.
         at_end: per group, collectives of outputs other than the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
         told: what is broadcast to all groups.

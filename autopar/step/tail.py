@@ -48,8 +48,8 @@ def _problems(program: Program, tail: Sequence[Op], names: Collection[str]) -> I
         if not own and not made.isdisjoint(op.operands):
             yield f"{op.name} reads what they make"
     for kind in program.kinds:
-        alike = [layer for layer in program.layers if layer.kind == kind.kind]
-        for ops in zip(*(layer.ops for layer in alike), strict=True):
+        same_kind = [layer for layer in program.layers if layer.kind == kind.kind]
+        for ops in zip(*(layer.ops for layer in same_kind), strict=True):
             if len({op.name in names for op in ops}) > 1:
                 yield f"{', '.join(op.name for op in ops)} are the same op of layers of one kind, but not all are named"
 
@@ -84,4 +84,4 @@ def _output_places(program: Program, kept: dict[int, tuple[Op, ...]]) -> dict[in
         leaving = [name for name in layer.outputs if name in made and (name in read or name in needed)]
         leaving += [name for name in made if name in needed and name not in layer.outputs]
         places.setdefault(layer.kind, {}).update(dict.fromkeys(made[name] for name in leaving))
-    return {kind: list(found) for kind, found in places.items()}
+    return {kind: list(pairs) for kind, pairs in places.items()}

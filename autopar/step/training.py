@@ -1,4 +1,4 @@
-"""How a program is trained: what its parameters, gradients and optimizer state take."""
+"""How a program is trained: the bytes of its parameters, gradients and optimizer state, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrainingSpec:
         compiled: whether a compiler makes kernels of each layer's ops, and decides what is kept for backward.
         gradient_dtype: in which gradients of the copies are added up and reduced (`Decisions.gradients`).
         host_storage: whether what the optimizer reads is in the host's memory (`Decisions.host_storage`).
-        reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
+        reruns: False: backward neither recomputes nor gathers anything again (set for single layers).
     """
 
     is_training: bool = True
@@ -108,7 +108,7 @@ def own_training(program: Program, layer: Layer, training: TrainingSpec) -> Trai
     trains = False
     for op in trained:
         if op.saves or op.saved_extra_bytes:
-            return training  # mostly the first one: this is asked for every strategy
+            return training  # mostly the first one: this is called for every strategy
         trains = True
     return replace(training, is_training=trains, reruns=False)
 

@@ -140,8 +140,8 @@ class TimeView:
 
     def taken(self, flow: Flow) -> frozenset[Placement]:
         """The slices that readers take of a value that comes to them whole."""
-        wanted = {self.operands[op][mention] for op, mention in flow.readers} - {self.values[flow.value.name]}
-        return frozenset(placement for placement in wanted if placement.is_shard)
+        placements = {self.operands[op][mention] for op, mention in flow.readers} - {self.values[flow.value.name]}
+        return frozenset(placement for placement in placements if placement.is_shard)
 
     def reader_type(self, flow: Flow, op: int, mention: int) -> TensorType:
         """What one microbatch holds of this value where the op of this index reads it."""
@@ -164,6 +164,6 @@ def _time_of(
     """How a value goes to its copy layout in time: as an op makes it; what arrives: sliced if all readers do so."""
     if flow.source == "op":
         return results[flow.producer][flow.result]
-    wanted = {operands[op][mention] for op, mention in flow.readers}
-    only = wanted.pop() if len(wanted) == 1 else REPLICATE
+    placements = {operands[op][mention] for op, mention in flow.readers}
+    only = placements.pop() if len(placements) == 1 else REPLICATE
     return only if only.is_shard and not flow.is_parameter else REPLICATE

@@ -1,4 +1,4 @@
-"""Programs of a text of any length up to theirs: whether the model runs alike, and what takes the last entry."""
+"""Programs for texts of any length up to theirs: whether the model runs the same ops, and which read the last entry."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
             warnings.simplefilter("ignore")
             exported = torch.export.export(_Flat(copied, form), given, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise NotAlikeError(f"the model's code is not alike for all lengths: {error}") from error
+        raise NotAlikeError(f"the model does not run the same code for all lengths: {error}") from error
     _check_numbers(exported.graph)
 
 
@@ -99,10 +99,10 @@ def reading_last_entry(program: Program, last: Mapping[str, int]) -> Program:
     values[_LAST] = Value(_LAST, TensorType((1,), "int64"), "input", False)
     layers: list[Layer] = []
     for layer in program.layers:
-        found = [op for op in layer.ops if op.name in last]
-        if found and sum(other.kind == layer.kind for other in program.layers) > 1:
-            raise NotAlikeError(f"{found[0].source}: every layer takes the last entry")
-        layers.append(_changed(layer, last, values) if found else layer)
+        readers = [op for op in layer.ops if op.name in last]
+        if readers and sum(other.kind == layer.kind for other in program.layers) > 1:
+            raise NotAlikeError(f"{readers[0].source}: every layer reads the last entry")
+        layers.append(_changed(layer, last, values) if readers else layer)
     if any(op.name in last for op in program.hoisted):
         raise NotAlikeError("the last entry of a buffer is taken")
     text = f"{program.fingerprint} {sorted(last.items())}"
@@ -122,7 +122,7 @@ def _changed(layer: Layer, last: Mapping[str, int], values: dict[str, Value]) ->
 
 
 def _taking(op: Op, dim: int, values: dict[str, Value]) -> list[Op]:
-    """What takes the entry that the input names, in place of `op`."""
+    """The op that reads the entry that the input names, in place of `op`."""
     source, result = values[op.operands[0]], values[op.results[0]]
     shape = (*source.type.shape[:dim], 1, *source.type.shape[dim + 1 :])
     keeps_dim = result.type.shape == shape

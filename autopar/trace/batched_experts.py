@@ -1,4 +1,4 @@
-"""Experts that give every row a copy of its expert's matrix: the region that one op can take the place of.
+"""Experts that give every row a copy of its expert's matrix: finds the region that one op can replace.
 
 Hugging Face's ``batched_mm`` has it so: matrices are indexed by the expert of each row, and a batched product takes one
 row and one matrix at a time.  That needs a matrix for every row, which fits for few tokens only.  The same products of
@@ -28,7 +28,7 @@ _ROW_DIMS = {
 
 
 def find_batched(graph: Graph, place: int) -> Region | None:
-    """The region whose first matrices the op at `place` takes, or None."""
+    """The region whose first matrices the op at `place` reads, or None."""
     first = graph.ops[place]
     if not _takes_by_row(first) or len(graph.types[first.operands[0]].shape) != 3:
         return None
@@ -91,10 +91,10 @@ class _Search:
         return not any(name in self.matrices or name in self.products for name in op.operands)
 
     def _outside(self, kind: str, name: str) -> str:
-        held = self.lists[kind]
-        if name not in held:
-            held.append(name)
-        return f"{kind}{held.index(name)}"
+        names = self.lists[kind]
+        if name not in names:
+            names.append(name)
+        return f"{kind}{names.index(name)}"
 
     def _take(self, op: Op) -> bool:
         source = self.graph.types[op.operands[0]]
@@ -189,19 +189,19 @@ class _Search:
 
     def _slice(self, result: str, given: set[str]) -> Iterator[Op]:
         """The ops that compute the result from what is given, in order."""
-        needed, found = {result}, set[str]()
+        needed, chosen = {result}, set[str]()
         for op in reversed(self.graph.ops):
             if not needed.isdisjoint(op.results):
-                found.add(op.name)
+                chosen.add(op.name)
                 needed.update(name for name in op.operands if name not in given)
-        return (op for op in self.graph.ops if op.name in found)
+        return (op for op in self.graph.ops if op.name in chosen)
 
 
 def _alive(body: list[Op], result: str) -> Iterator[Op]:
     """The ops that the result depends on."""
-    needed, found = {result}, set[int]()
+    needed, alive = {result}, set[int]()
     for index in range(len(body) - 1, -1, -1):
         if not needed.isdisjoint(body[index].results):
-            found.add(index)
+            alive.add(index)
             needed.update(body[index].operands)
-    return (op for index, op in enumerate(body) if index in found)
+    return (op for index, op in enumerate(body) if index in alive)

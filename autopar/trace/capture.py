@@ -243,6 +243,12 @@ def _unlogged() -> Generator[None]:
             logger.disabled = disabled
 
 
+def _are_experts(chain: Sequence[BaseException]) -> bool:
+    """Whether these were raised in experts: every model of transformers has a form of experts."""
+    frames = (frame for error in chain for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any("Experts" in type(frame.f_locals.get("self")).__name__ for frame in frames)
+
+
 def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparError:
     """The error for what went wrong in export, with the user's own line."""
     chain = _chain(error)
@@ -254,7 +260,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
     text = str(cause).strip().split("\n")[0]
     if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
         config: Any = getattr(model, "config", None)
-        if getattr(config, "_experts_implementation", None) == "eager":
+        if getattr(config, "_experts_implementation", None) == "eager" and _are_experts(chain):
             return TraceError(
                 f"{where or 'the model'}: eager experts look up in Python which of them got tokens, so the model is "
                 "not one graph. Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"

@@ -1,4 +1,4 @@
-"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done twice."""
+"""Cleanup passes: remove asserts, aliases, copies, dead code and common subexpressions."""
 
 from __future__ import annotations
 

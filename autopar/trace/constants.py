@@ -1,4 +1,4 @@
-"""Constants: what depends on no input, no parameter and no buffer, and its values.
+"""Constants: values that depend on no input, parameter or buffer.
 
 A value can be looked at by its *core*: each dim along which it only repeats is cut to one entry.  What a model makes of
 positions for every sample of a batch, [batch, 1, queries, keys], is then no bigger than for one sample.
@@ -127,7 +127,7 @@ class Evaluator:
             yield start, stop, self._rows(name, start, stop)
 
     def is_small(self, name: str) -> bool:
-        """Whether the value's core takes little to compute."""
+        """Whether the value's core is cheap to compute."""
         return math.prod(self.core_shape(name)) <= _BLOCK_ELEMENTS
 
     def is_everywhere(self, name: str, value: bool) -> bool:

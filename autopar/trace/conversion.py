@@ -251,9 +251,9 @@ def _ends(
 def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
     """Inputs as the call names them, parameters and buffers as the module does (dots become underscores)."""
     names = Names(graph)
-    wanted = dict(zip(graph.inputs, input_names, strict=True))
-    wanted |= {value: re.sub(r"\W", "_", member) for value, member in graph.parameters.items()}
-    return call_by(graph, {old: names.fresh(new) for old, new in wanted.items() if old != new})
+    new_names = dict(zip(graph.inputs, input_names, strict=True))
+    new_names |= {value: re.sub(r"\W", "_", member) for value, member in graph.parameters.items()}
+    return call_by(graph, {old: names.fresh(new) for old, new in new_names.items() if old != new})
 
 
 def _add_unused(graph: Graph, captured: Captured) -> Graph:

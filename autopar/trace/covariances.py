@@ -27,11 +27,11 @@ def written_covariances() -> Generator[None]:
         return (deviations @ deviations.mH / max(rows.shape[1] - correction, 0)).reshape([len(rows)] * 2).squeeze()
 
     def corrcoef(input: Tensor) -> Tensor:
-        found = cov(input)
-        if found.dim() == 0:
-            return found / found
-        deviation = found.diagonal().sqrt()
-        return (found / deviation[:, None] / deviation).clamp(-1, 1)
+        covariance = cov(input)
+        if covariance.dim() == 0:
+            return covariance / covariance
+        deviation = covariance.diagonal().sqrt()
+        return (covariance / deviation[:, None] / deviation).clamp(-1, 1)
 
     with ExitStack() as patches:
         for place in (torch, Tensor):

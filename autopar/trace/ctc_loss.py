@@ -88,8 +88,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.autopar_traced.ctc_loss_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.settings)
-    return found, None, None, None, None, None
+    gradients = torch.ops.autopar_traced.ctc_loss_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    return gradients, None, None, None, None, None
 
 
 def _like_rows(log_probs: Tensor, *_: Any) -> Tensor:

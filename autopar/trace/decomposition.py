@@ -264,7 +264,7 @@ def _as_it_is(kind: _Unit) -> _Body:
 
 
 def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that it takes to get from the operands to the results."""
+    """The nodes between the operands and the results."""
     result: set[fx.Node] = set()
     waiting = [node for node in results if node not in operands]
     while waiting:

@@ -1,4 +1,4 @@
-"""Factor options for an op without a rule: found by running it on slices and seeing what recombines.
+"""Factor options for an op without a rule: derived by running it on slices and checking what recombines.
 
 A candidate gives every operand a placement: a slice along one of its dims (all sliced dims have one size),
 the whole tensor, or a term of a sum.  The op runs on 2 and 3 devices' worth of that.  If each result is
@@ -38,7 +38,7 @@ Types = tuple[TensorType, ...]
 
 
 def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple[Option, ...]:
-    """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
+    """The options of `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
 
     Args:
         op: the op; only its target and arguments are used.
@@ -91,7 +91,7 @@ class _Trial:
 
 
 def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Trial]:
-    """Two trials, in float64 if the op takes it, or none."""
+    """Two trials, in float64 if the op supports it, or none."""
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
     if size > MAX_ELEMENTS:
@@ -183,15 +183,15 @@ def _backward(
     try:
         with torch.enable_grad():
             pairs = [(out, seed) for out, seed in zip(call(leaves), seeds, strict=True) if out.requires_grad]
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
             if not pairs:
                 return None
             results: Sequence[Tensor | None] = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True
+                [o for o, _ in pairs], trained, [s for _, s in pairs], allow_unused=True
             )
     except Exception:  # noqa: BLE001  (as above)
         return None
-    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, results, strict=True)}
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(trained, results, strict=True)}
     gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 

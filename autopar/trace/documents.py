@@ -54,12 +54,12 @@ def restore_documents(graph: Graph) -> Graph:
         place = (mask.name, size)
         if place not in known:
             known[place] = _find(graph, mask.name, *size)
-        found = known[place]
-        if found is None:
+        documents = known[place]
+        if documents is None:
             return None
         scale = argument(op, 6, "scale", None)
-        args = (*op.args[:3], Ref(found.ids), scale, found.is_causal, found.is_sorted)
-        window = (("window", found.window),) if found.window else ()
+        args = (*op.args[:3], Ref(documents.ids), scale, documents.is_causal, documents.is_sorted)
+        window = (("window", documents.window),) if documents.window else ()
         return [replace(op, target=DOCUMENTS, args=args, kwargs=window)]
 
     made = graph.rewrite(step)
@@ -124,8 +124,8 @@ def _tells_documents(trial: _Trial) -> bool:
 
 
 def _fits(trial: _Trial, documents: _Documents) -> bool:
-    wanted, visible = _visible(trial.values[documents.ids], documents), trial.visible
-    return bool((wanted == visible).all())  # one of them may stand for all rows of the batch
+    expected, visible = _visible(trial.values[documents.ids], documents), trial.visible
+    return bool((expected == visible).all())  # one of them may stand for all rows of the batch
 
 
 def _visible(ids: Tensor, documents: _Documents) -> Tensor:
@@ -150,18 +150,18 @@ class _Cone:
     @classmethod
     def of(cls, graph: Graph, mask: str) -> _Cone | None:
         """None if it is computed from more than integers, or in more ops than masks are."""
-        producers, wanted, found = graph.producers, [mask], set[str]()
-        while wanted:
-            name = wanted.pop()
-            if name in found:
+        producers, pending, visited = graph.producers, [mask], set[str]()
+        while pending:
+            name = pending.pop()
+            if name in visited:
                 continue
-            found.add(name)
+            visited.add(name)
             if name in producers:
-                wanted += producers[name].operands
-            if len(found) > _MOST_OPS:
+                pending += producers[name].operands
+            if len(visited) > _MOST_OPS:
                 return None
-        ops = tuple(op for op in graph.ops if not found.isdisjoint(op.results))
-        leaves = tuple(name for name in graph.roles if name in found)
+        ops = tuple(op for op in graph.ops if not visited.isdisjoint(op.results))
+        leaves = tuple(name for name in graph.roles if name in visited)
         is_known = all(
             graph.roles[name] == "constant" or (graph.roles[name] == "input" and not graph.types[name].is_floating)
             for name in leaves
@@ -313,14 +313,14 @@ def _is_same(trial: _Trial, documents: _Documents) -> bool:
     incoming = torch.randn(shape, generator=generator, dtype=torch.float64)
     with torch.enable_grad():
         expected = _attend(*leaves, trial.visible[:1, None])
-        found = torch.zeros_like(expected)
+        computed = torch.zeros_like(expected)
         every: Any = ids[0]
         for document in set(every.tolist()):
             tokens: Tensor = (every == document).nonzero().view(-1)
             parts = [leaf[:, :, tokens] for leaf in leaves]
             seen = _visible(torch.zeros_like(tokens), documents)
-            found = found.index_copy(2, tokens, _attend(*parts, seen))
-        pairs = [(expected, found)]
-        ways = [torch.autograd.grad(result, leaves, incoming) for result in (expected, found)]
+            computed = computed.index_copy(2, tokens, _attend(*parts, seen))
+        pairs = [(expected, computed)]
+        ways = [torch.autograd.grad(result, leaves, incoming) for result in (expected, computed)]
     pairs += zip(*ways, strict=True)
     return all(bool(((one - other).abs() <= _TOLERANCE * one.abs().max().clamp(min=1.0)).all()) for one, other in pairs)

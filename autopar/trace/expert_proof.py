@@ -109,13 +109,13 @@ def _compare(graph: Graph, region: Region) -> Body | None:
     constants = {name: graph.constants[name] for name in kinds if name in graph.constants and name not in drawn}
     own = [_in_double(with_sizes(op, small)) for op in region.ops]
     body = replace(region.body, ops=tuple(_in_double(with_sizes(op, small)) for op in region.body.ops)).text()
-    wanted = [x for x in drawn.values() if x.requires_grad]
+    trained = [x for x in drawn.values() if x.requires_grad]
     seed: Tensor | None = None
 
     def with_gradients(result: Tensor) -> list[Tensor]:
         nonlocal seed
         seed = torch.randn(result.shape, generator=generator, dtype=torch.float64) if seed is None else seed
-        return [result, *_gradients(result, wanted, seed)]
+        return [result, *_gradients(result, trained, seed)]
 
     reads, experts, others = ([drawn[name] for name in region.lists[which]] for which in LISTS)
     members = torch.arange(region.num_experts)
@@ -150,9 +150,9 @@ def _with_kept(graph: Graph, region: Region, width: InnerWidth) -> InnerWidth:
     return replace(width, kept_bytes=(kept - less) * NUM_SLICES / (NUM_SLICES - 1) / num_rows)
 
 
-def _gradients(result: Tensor, wanted: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    found: Sequence[Any] = torch.autograd.grad(result, wanted, seed, allow_unused=True)
-    pairs: Any = zip(wanted, found, strict=True)
+def _gradients(result: Tensor, leaves: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    gradients: Sequence[Any] = torch.autograd.grad(result, leaves, seed, allow_unused=True)
+    pairs: Any = zip(leaves, gradients, strict=True)
     return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
 

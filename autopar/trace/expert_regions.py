@@ -27,20 +27,20 @@ _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and 
 
 
 def join_experts(graph: Graph) -> Graph:
-    """Replace each region that is found by one op; its own ops go with the next pass that drops dead ones."""
+    """Replace each region of experts by one op; its own ops are removed by the next pass that drops dead ones."""
     readers = graph.count_readers()
     replaced: dict[str, list[Op]] = {}
     types: dict[str, TensorType] = {}
     names = Names(graph)
     taken: set[str] = set()
     for place, op in enumerate(graph.ops):
-        for found in () if op.name in taken else _regions(graph, place, readers):
-            body = proven_body(graph, found)
+        for region in () if op.name in taken else _regions(graph, place, readers):
+            body = proven_body(graph, region)
             if body is not None:
                 members = names.fresh("members")
-                types[members] = TensorType((found.num_experts,), "int64")
-                replaced[found.end.name] = replace(found, body=body).write(members)
-                taken.update(each.name for each in found.ops)
+                types[members] = TensorType((region.num_experts,), "int64")
+                replaced[region.end.name] = replace(region, body=body).write(members)
+                taken.update(each.name for each in region.ops)
                 break
     if not replaced:
         return graph
@@ -53,11 +53,11 @@ def _regions(graph: Graph, place: int, readers: Mapping[str, int]) -> Iterator[R
     if op.target in _SORTS and len(graph.types[op.results[0]].shape) == 1:
         num_rows = graph.types[op.operands[0]].shape[0]
         tried = dict.fromkeys((divisor_to(_FEW_ROWS, num_rows), 1) if num_rows > _FEW_ROWS else (1,))
-        found = next(filter(None, (_Search(graph, place, readers, fewer).find() for fewer in tried)), None)
+        region = next(filter(None, (_Search(graph, place, readers, fewer).find() for fewer in tried)), None)
     else:
-        found = find_batched(graph, place)
-    if found is not None:
-        yield found
+        region = find_batched(graph, place)
+    if region is not None:
+        yield region
 
 
 @dataclass
@@ -128,10 +128,10 @@ class _Search:
         return True
 
     def _outside(self, kind: str, source: str) -> str:
-        held = self.lists[kind]
-        if source not in held:
-            held.append(source)
-        return f"{kind}{held.index(source)}"
+        sources = self.lists[kind]
+        if source not in sources:
+            sources.append(source)
+        return f"{kind}{sources.index(source)}"
 
     def _keep(self, name: str, inner: str) -> None:
         self.inner[name] = inner
@@ -202,7 +202,7 @@ class _Search:
 
     def _turn(self) -> list[Op]:
         """Transposed matrices are read as they are stored, and transposed inside: slices are those of parameters."""
-        producers, found = self.graph.producers, list[Op]()
+        producers, ops = self.graph.producers, list[Op]()
         for place, name in enumerate(self.lists["experts"]):
             op = producers.get(name)
             if op is None or op.target != TRANSPOSE or {d % 3 for d in map(_dim, op.args[1:])} != {1, 2}:
@@ -213,8 +213,8 @@ class _Search:
             self.lists["experts"][place] = op.operands[0]
             self.body = [each.reading({inner: turned}) for each in self.body]
             self.body.insert(0, Op("", TRANSPOSE, (Ref(inner), 1, 2), (), (turned,)))
-            found.append(op)
-        return found
+            ops.append(op)
+        return ops
 
 
 def _dim(arg: Arg) -> int:

@@ -26,7 +26,7 @@ _SPLITS = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_sp
 
 
 def in_equal_parts(op: Op, source: TensorType) -> Op:
-    """A split into equal parts as one that says how many there are, so that it also takes slices of each part."""
+    """Rewrite a split into equal parts as one by their number, so that it also works on slices of each part."""
     if op.target not in _SPLITS or op.kwargs or not 2 <= len(op.args) <= 3:
         return op
     dim = int(str(op.args[2])) if len(op.args) == 3 else 0
@@ -106,20 +106,20 @@ def _vectors(ops: Sequence[Op], experts: Sequence[TensorType]) -> Iterator[tuple
 
 def _before(ops: Sequence[Op], ends: Sequence[Op]) -> set[str]:
     """What `ends` are computed from."""
-    found = {name for op in ends for name in op.operands}
+    names = {name for op in ends for name in op.operands}
     for op in reversed(ops):
-        if not found.isdisjoint(op.results):
-            found.update(op.operands)
-    return found
+        if not names.isdisjoint(op.results):
+            names.update(op.operands)
+    return names
 
 
 def _behind(ops: Sequence[Op], starts: Sequence[Op]) -> set[str]:
     """What is computed from the results of `starts`."""
-    found = {name for op in starts for name in op.results}
+    names = {name for op in starts for name in op.results}
     for op in ops:
-        if not found.isdisjoint(op.operands):
-            found.update(op.results)
-    return found
+        if not names.isdisjoint(op.operands):
+            names.update(op.results)
+    return names
 
 
 def run_in_slices(

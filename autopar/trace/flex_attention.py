@@ -214,7 +214,7 @@ class _AllAtOnce(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Row:
-    """``x[index]`` with fewer indices than dims; it takes the rest."""
+    """``x[index]`` with fewer indices than dims; the remaining dims are kept whole."""
 
     mode: _AllAtOnce
     x: Tensor

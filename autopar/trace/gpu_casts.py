@@ -68,7 +68,7 @@ def _gpu_casts(planned: str) -> Generator[None]:
 
 
 def _casting(name: str, choose: Callable[[list[torch.dtype]], torch.dtype]) -> Callable[..., Any]:
-    """The op of this name on floats of the dtype that is chosen by those that it gets; one that is asked for stays."""
+    """The op of this name on floats of the dtype that autocast chooses for its operands; an explicit dtype stays."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
 

@@ -1,4 +1,4 @@
-"""Which values a gradient flows into."""
+"""The values that gradients flow into."""
 
 from __future__ import annotations
 

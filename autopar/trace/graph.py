@@ -68,11 +68,11 @@ class Graph:
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
         """Where the ops are that read each value, in order."""
-        found: dict[str, list[int]] = {}
+        readers: dict[str, list[int]] = {}
         for place, op in enumerate(self.ops):
             for name in dict.fromkeys(op.operands):
-                found.setdefault(name, []).append(place)
-        return found
+                readers.setdefault(name, []).append(place)
+        return readers
 
     @property
     def read_at_end(self) -> frozenset[str]:

@@ -73,8 +73,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    found = torch.ops.autopar_traced.plain_grouped_product_backward(gradient.contiguous(), *ctx.saved_tensors)
-    return (*found, None)
+    gradients = torch.ops.autopar_traced.plain_grouped_product_backward(gradient.contiguous(), *ctx.saved_tensors)
+    return (*gradients, None)
 
 
 def _like(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -157,5 +157,5 @@ _GROUPED = tuple(
 
 
 def accurate_products() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch's grouped product of rows takes float64, too, which its kernels don't."""
+    """Inside, torch's grouped product of rows supports float64 too, which its kernels don't."""
     return _AccurateProducts()

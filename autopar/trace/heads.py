@@ -1,4 +1,4 @@
-"""Heads and losses in other words: products with a transposed matrix, and log-probabilities that are picked.
+"""Other forms of heads and losses: products with a transposed matrix, and picked log-probabilities.
 
 They become the ops that everything else knows: ``aten.linear``, and ``autopar.cross_entropy`` of each position.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -16,7 +16,9 @@ __all__ = ["written_instance_norms"]
 
 def written_instance_norms() -> contextlib.AbstractContextManager[Any]:
     """Inside, instance norm updates its running statistics where tracing sees it: its kernel does so unseen."""
-    return patch.object(torch, "instance_norm", partial(_instance_norm, torch.instance_norm))
+    kernel = torch.instance_norm
+    # With the kernel's name, which torch reads of all its functions.
+    return patch.object(torch, "instance_norm", update_wrapper(partial(_instance_norm, kernel), kernel))
 
 
 class _InstanceNorm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Layers as data, and which of them are alike.
+"""Layers as data, and the kinds of layers that run the same program.
 
 Two layers are of one kind if, position by position, they have the same ops with the same literals, the same
 types, gradients and roles of what they read, the same wiring, and the same sharing: whether a value of its state is

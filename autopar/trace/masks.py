@@ -84,16 +84,16 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | Non
     if len(shape) < 2 or shape[-2] != num_rows:  # one row for all can't be causal
         is_full = all(bool(visibility(part)[0].all()) for *_, part in evaluator.blocks(name))
         return _Form(is_causal=False) if is_full else None
-    found = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
-    if found is None:
+    form = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
+    if form is None:
         parts: list[tuple[Tensor, Tensor]] = []
         for *_, part in evaluator.blocks(name):
             each = _intervals(part)
             if each is None:
                 return None
             parts.append(each)
-        found = torch.cat([first for first, _ in parts]), torch.cat([stop for _, stop in parts])
-    return _form_of(found[0], found[1], num_columns)
+        form = torch.cat([first for first, _ in parts]), torch.cat([stop for _, stop in parts])
+    return _form_of(form[0], form[1], num_columns)
 
 
 def _form_of(first: Tensor, stop: Tensor, columns: int) -> _Form | None:
@@ -133,7 +133,7 @@ _COMPARISONS = {  # of columns with rows -> (whether a row sees columns to the l
 
 
 def _intervals_of_comparisons(evaluator: Evaluator, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """`_intervals` of a mask that compares column numbers with row numbers, found without computing it."""
+    """`_intervals` of a mask that compares column numbers with row numbers, derived without computing it."""
     name = _without_repeats(evaluator, name)
     op = evaluator.producers.get(name)
     if op is None or len(op.operands) != 2:
@@ -143,10 +143,10 @@ def _intervals_of_comparisons(evaluator: Evaluator, name: str, shape: tuple[int,
         if parts[0] is None or parts[1] is None:
             return None
         return torch.maximum(parts[0][0], parts[1][0]), torch.minimum(parts[0][1], parts[1][1])
-    wanted = ((1, shape[1]), (shape[0], 1))
+    core_shapes = ((1, shape[1]), (shape[0], 1))
     cores = [evaluator.core_shape(operand) for operand in op.operands]
     if op.target not in _COMPARISONS or any(
-        core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, wanted, strict=True)
+        core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, core_shapes, strict=True)
     ):
         return None
     columns, rows = (next(evaluator.blocks(operand))[2].reshape(-1) for operand in op.operands)

@@ -63,11 +63,11 @@ def _reached(
     places: Mapping[fx.Node, int], start: fx.Node, is_reached: Callable[[fx.Node, fx.Node], bool]
 ) -> set[fx.Node]:
     """`start`, and the ops that read what is reached where ``is_reached(op, what it reads)``."""
-    found, pending = {start}, [start]
+    reached, pending = {start}, [start]
     while pending:
         source = pending.pop()
         for op in source.users:
-            if op in places and op not in found and is_reached(op, source):
-                found.add(op)
+            if op in places and op not in reached and is_reached(op, source):
+                reached.add(op)
                 pending.append(op)
-    return found
+    return reached

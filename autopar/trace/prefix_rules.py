@@ -4,101 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from autopar.ops import family_of, options_for
-from autopar.ops.family import argument, packet_name
-from autopar.program import Arg, Op, Option, Ref, TensorType
-from autopar.trace.evaluation import run_op
+from autopar.ops.family import argument
+from autopar.program import Arg, Op, Option, Ref
+from autopar.trace.entries_beyond import beyond, carries_labels, is_no_index, padding
+from autopar.trace.op_pairs import LABELS_OF, Longer, OpPair, Prefix, Types
 
-__all__ = ["Fill", "Longer", "OpPair", "Prefix", "follow"]
+__all__ = ["follow"]
 
-Fill = float | int | bool | None
-"""What all entries of a longer value are that are beyond the shorter one along one dim alone; None: not known."""
-
-
-class Longer(NamedTuple):
-    """A dim that is longer: it is ``blocks`` times as long as a block, and each block begins with the shorter one's.
-
-    (There is more than one block where a view made one dim of rows and places.)
-    """
-
-    fill: Fill = None
-    blocks: int = 1
-
-
-Prefix = Mapping[int, Longer]
-"""The dims along which a value is longer; along all others it is as long as the shorter one."""
-
-Types = tuple[TensorType, TensorType]
-
-_LOSSES = {"autopar.cross_entropy": 1, "autopar.cross_entropy_denominator": 0}  # -> which operand is the target
 _SUMS = {"aten.sum", "aten.nansum"}
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.matmul", "aten.linear", "aten.dot", "aten.mv", "aten.einsum"}
-_PADS = {"aten.constant_pad_nd", "aten.pad"}
-_SAME_ENTRIES = {"aten.clone", "aten.contiguous", *_PADS}
 _DRAWS_APART = {"autopar.dropout", "aten.scaled_dot_product_attention"}  # entries draw on their own
-
-
-@dataclass
-class OpPair:
-    """An op of the longer program and the one in its place in the shorter one.
-
-    Args:
-        op: the former.
-        other: the latter.
-        states: of the operands of `op`.
-        operands: the types of both ops' operands, the longer ones first.
-        results: of their results.
-        constants: those operands that are constants, of both.
-
-    `last` is found: the dim along which the op takes the last entry; and `reads_out_of_range`: a fill that no index is.
-    """
-
-    op: Op
-    other: Op
-    states: Sequence[Prefix] = ()
-    operands: Sequence[Types] = ()
-    results: Sequence[Types] = ()
-    constants: Sequence[tuple[Tensor | None, Tensor | None]] = ()
-    last: int | None = None
-    reads_out_of_range: Fill = None
-    is_followed: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # operands' longer dims
-    made: dict[tuple[int, int], Longer] = field(default_factory=dict[tuple[int, int], Longer])  # results' longer dims
-    literals: set[int | str] = field(default_factory=set[int | str])  # arguments that may differ
-
-    @classmethod
-    def of_one(cls, op: Op) -> OpPair:
-        """For an op alone."""
-        return cls(op, op)
-
-    @property
-    def kind(self) -> str:
-        """The op without its overload."""
-        return packet_name(self.op.target)
-
-    @property
-    def target(self) -> str:
-        """The value with the labels, if the op is a cross entropy."""
-        place = _LOSSES.get(self.op.target)
-        return "" if place is None else self.op.operands[place]
-
-    @property
-    def ignore_index(self) -> Arg:
-        """The label that counts for nothing."""
-        return argument(self.op, 4 if self.op.target == "autopar.cross_entropy" else 2, "ignore_index", -100)
-
-    def is_in_one(self) -> bool:
-        """Whether all that is longer is so in one block."""
-        return all(longer.blocks == 1 for state in self.states for longer in state.values())
-
-    def longer(self) -> set[tuple[int, int]]:
-        """Operands and their dims that are longer."""
-        return {(place, dim) for place, state in enumerate(self.states) for dim in state}
 
 
 def follow(pair: OpPair, *, is_known: bool) -> list[Prefix | None] | None:
@@ -111,7 +32,7 @@ def follow(pair: OpPair, *, is_known: bool) -> list[Prefix | None] | None:
         return [{} for _ in pair.results]
     if op.is_random and pair.kind not in _DRAWS_APART:
         return None
-    if _is_index_beyond(pair):
+    if is_no_index(pair):
         return None
     special = _SPECIAL.get(pair.kind)
     if special is not None and (special is _reshape or pair.is_in_one()):
@@ -135,7 +56,11 @@ def _options(pair: OpPair) -> Sequence[Option]:
 def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
     """The state of a result, if its longer dims are those that were followed."""
     long, short = (kind.shape for kind in kinds)
-    found = {dim: longer for (which, dim), longer in pair.made.items() if which == place}
+    is_of_labels = carries_labels(pair, place)
+    found = {
+        dim: longer._replace(is_of_labels=is_of_labels)
+        for (which, dim), longer in pair.made.items() if which == place
+    }  # fmt: skip
     differs = {dim for dim, (a, b) in enumerate(zip(long, short, strict=False)) if a != b}
     return found if found.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
 
@@ -159,7 +84,7 @@ def _split(pair: OpPair, option: Option) -> None:
     if rest and not _is_nothing_beyond(pair, cut):
         return
     pair.is_followed |= cut
-    pair.made |= {(place, dim): Longer(_fill(pair, cut), *blocks) for place, dim in made}
+    pair.made |= {at: beyond(pair, cut, at)._replace(blocks=min(blocks)) for at in made}
 
 
 def _sizes_of(types: Types, dim: int) -> tuple[int, int]:
@@ -169,80 +94,11 @@ def _sizes_of(types: Types, dim: int) -> tuple[int, int]:
 def _is_nothing_beyond(pair: OpPair, cut: set[tuple[int, int]]) -> bool:
     """Whether what is beyond adds nothing to a sum along a factor."""
     fills = {place: pair.states[place][dim].fill for place, dim in cut}
-    if pair.op.target in _LOSSES:
-        return fills.get(_LOSSES[pair.op.target]) == pair.ignore_index
+    if pair.op.target in LABELS_OF:
+        return fills.get(LABELS_OF[pair.op.target]) == pair.ignore_index
     if pair.kind in _SUMS:
         return set(fills.values()) == {0}
     return pair.kind in _PRODUCTS and 0 in fills.values()
-
-
-def _fill(pair: OpPair, cut: set[tuple[int, int]]) -> Fill:
-    """What a result holds beyond, along the factor that operands have at `cut`."""
-    op = pair.op
-    fills = {place: pair.states[place][at].fill for place, at in cut}
-    if op.target == "autopar.cross_entropy":
-        return 0.0 if fills.get(1) == pair.ignore_index else None
-    if pair.kind in _PADS:
-        return fills[0] if fills[0] == _padding(op) else None
-    if op.is_view or pair.kind in _SAME_ENTRIES:
-        return fills.get(0)
-    return _computed(pair, fills) if family_of(op.target).is_pointwise else None
-
-
-def _computed(pair: OpPair, fills: Mapping[int, Fill]) -> Fill:
-    """What an op makes, element by element, of what is beyond."""
-    op, kind = pair.op, pair.kind
-    if kind == "aten.mul" and 0 in fills.values():
-        return 0
-    if kind == "aten.where" and fills.get(0) is not None:
-        chosen: Arg = op.args[1 if fills[0] else 2]
-        return _beyond(pair, chosen, fills)
-    if kind == "aten.masked_fill" and fills.get(1) is not None:
-        return _beyond(pair, op.args[2 if fills[1] else 0], fills)
-    if kind in ("aten.bitwise_and", "aten.logical_and", "aten.__and__") and False in fills.values():
-        return False if pair.results[0][0].dtype == "bool" else None
-    if kind in ("aten.bitwise_or", "aten.logical_or", "aten.__or__") and True in fills.values():
-        return True if pair.results[0][0].dtype == "bool" else None
-    if kind == "aten.add" and -math.inf in fills.values():
-        return -math.inf
-    values: dict[str, Tensor] = {}
-    for place in range(len(op.operands)):
-        fill = _operand_beyond(pair, place, fills)
-        if fill is None:
-            return None
-        values[str(place)] = torch.tensor(fill, dtype=getattr(torch, pair.operands[place][0].dtype))
-    try:
-        (found,) = run_op(op.with_numbered_operands(), values)
-    except (KeyError, RuntimeError, TypeError, ValueError):
-        return None
-    return cast("Tensor", found).item()
-
-
-def _beyond(pair: OpPair, arg: Arg, fills: Mapping[int, Fill]) -> Fill:
-    if isinstance(arg, Ref):
-        return _operand_beyond(pair, pair.op.operands.index(arg.name), fills)
-    return arg if isinstance(arg, bool | int | float) else None
-
-
-def _operand_beyond(pair: OpPair, place: int, fills: Mapping[int, Fill]) -> Fill:
-    """What an operand holds beyond: known there, or one number everywhere."""
-    constant = pair.constants[place][0]
-    if place in fills:
-        return fills[place]
-    return constant.item() if constant is not None and constant.numel() == 1 else None
-
-
-def _is_index_beyond(pair: OpPair) -> bool:
-    """Whether the op may use labels that are filled as indices, which they are not."""
-    op = pair.op
-    if op.target in _LOSSES or op.is_view or pair.kind in _SAME_ENTRIES or family_of(op.target).is_pointwise:
-        return False
-    for state, (kind, _) in zip(pair.states, pair.operands, strict=True):
-        fills = [fill for fill, _ in state.values() if fill is not None and not isinstance(fill, bool) and fill < 0]
-        if fills and not kind.is_floating:
-            pair.reads_out_of_range = fills[0]
-            return True
-    return False
 
 
 def _differing(op: Op, other: Op) -> set[int | str]:
@@ -400,19 +256,11 @@ def _take_last(pair: OpPair, dim: int) -> None:
     pair.literals |= {1, 2, 3}
 
 
-def _padding(op: Op) -> Arg:
-    """What a pad adds; None for one that repeats entries."""
-    if packet_name(op.target) == "aten.constant_pad_nd":
-        return argument(op, 2, "value", 0)
-    value = argument(op, 3, "value")
-    return (0 if value is None else value) if argument(op, 2, "mode", "constant") == "constant" else None
-
-
 def _pad(pair: OpPair) -> None:
     """constant_pad_nd(x, pad, value): before what is longer, or behind it with what is there already."""
     pads = argument(pair.op, 1, "pad", ())
     rank = len(pair.operands[0][0].shape)
-    value = _padding(pair.op)
+    value = padding(pair.op)
     for dim, longer in pair.states[0].items():
         at = 2 * (rank - 1 - dim)
         if not isinstance(pads, tuple) or at >= len(pads):
@@ -438,21 +286,21 @@ def _reshape(pair: OpPair) -> None:
     """The same entries, in the same order, as another shape: rows and places become one dim, or two again."""
     if len(pair.states[0]) != 1:
         return
-    ((dim, (fill, blocks)),) = pair.states[0].items()
+    ((dim, longer),) = pair.states[0].items()
     source, short_source = (kind.shape for kind in pair.operands[0])
     target, short_target = (kind.shape for kind in pair.results[0])
     changed = [place for place, (a, b) in enumerate(zip(target, short_target, strict=False)) if a != b]
     if len(changed) != 1 or len(target) != len(short_target):
         return
     # Of all entries in order, each of so many runs is longer.
-    runs, before = math.prod(source[:dim]) * blocks, math.prod(target[: changed[0]])
+    runs, before = math.prod(source[:dim]) * longer.blocks, math.prod(target[: changed[0]])
     is_same = math.prod(source) == math.prod(target) and math.prod(short_source) == math.prod(short_target)
     if not is_same or before == 0 or runs % before or pair.operands[0][0].dtype != pair.results[0][0].dtype:
         return
     made = runs // before
     if target[changed[0]] % made == short_target[changed[0]] % made == 0:
         pair.is_followed.add((0, dim))
-        pair.made[0, changed[0]] = Longer(fill, made)
+        pair.made[0, changed[0]] = Longer(longer.fill, made)
 
 
 _RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")

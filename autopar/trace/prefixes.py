@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from autopar.program import Op, Program, Ref
-from autopar.trace.prefix_rules import Fill, Longer, OpPair, Prefix, follow
+from autopar.trace.entries_beyond import looks_up
+from autopar.trace.op_pairs import Fill, Longer, OpPair, Prefix
+from autopar.trace.prefix_rules import follow
 from autopar.trace.tracing import Traced
 
 __all__ = ["LongerProgram", "NotAlikeError", "compare", "ignored_labels"]
@@ -42,9 +44,6 @@ class LongerProgram:
 
     cuts: Mapping[str, Mapping[int, int]]
     last: Mapping[str, int]
-
-
-_INDEXING = ("embedding", "index", "gather", "scatter", "take", "one_hot")  # in the names of ops
 
 
 def ignored_labels(program: Program) -> dict[str, int]:
@@ -98,7 +97,8 @@ class _Comparison:
         if len(short.inputs) != len(long.inputs) or len(short.outputs) != len(long.outputs):
             raise NotAlikeError("the calls have other inputs or outputs")
         for name, other in zip(long.inputs, short.inputs, strict=True):
-            self._pair(name, other, dict.fromkeys(self._longer_dims(name, other), Longer(self.fills.get(name))))
+            longer = Longer(self.fills.get(name), is_of_labels=name in self.fills)
+            self._pair(name, other, dict.fromkeys(self._longer_dims(name, other), longer))
         steps, other_steps = list(_ops(long)), list(_ops(short))
         if len(steps) != len(other_steps):
             raise NotAlikeError(f"the model runs {len(other_steps)} ops on the one, {len(steps)} on the other")
@@ -166,7 +166,7 @@ class _Comparison:
 
         Inputs go on with what they held; nothing is known of what else the model makes of places that are added.
         """
-        if op.target.startswith("autopar.") or not any(word in op.target for word in _INDEXING):
+        if op.target.startswith("autopar.") or not looks_up(op):
             return
         shape = self.long.program.type_of(op.operands[0]).shape
         indices = op.args[1] if op.target == "aten.index.Tensor" else op.args[1:2]

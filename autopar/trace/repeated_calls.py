@@ -37,7 +37,7 @@ class _UnfitError(Exception):
 
 @dataclass(frozen=True)
 class _RecordedCall:
-    """A call: what tells its kind, the tensors that it takes, and the ops that they come from, each once."""
+    """A call: its kind, its tensor arguments, and the ops that these come from, each once."""
 
     key: Any
     tensors: Sequence[Tensor]
@@ -143,14 +143,14 @@ def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorde
     memory = {torch_internals.storage_key(x) for x in tensors}
     gives_views = len(memory) < len(tensors) or any(torch_internals.storage_key(x) in memory for x in call.tensors)
     places = {node: place for place, node in enumerate(nodes)}
-    found = [places.get(cast("fx.Node", recorder.node_of(x))) for x in tensors]
+    operand_places = [places.get(cast("fx.Node", recorder.node_of(x))) for x in tensors]
     given = {id(x) for x in call.tensors}
     if any(id(x) in given or (x.requires_grad and x.is_leaf) for x in tensors):
         return None
-    if None in found or (not gives_views and any(x.storage_offset() for x in tensors)):
+    if None in operand_places or (not gives_views and any(x.storage_offset() for x in tensors)):
         return None
     made = tuple(map(recorder.result_like, tensors))
-    return _Known(call.operands, tuple(nodes), made, tuple(cast("list[int]", found)), structure, gives_views)
+    return _Known(call.operands, tuple(nodes), made, tuple(cast("list[int]", operand_places)), structure, gives_views)
 
 
 def _is_copyable(node: fx.Node) -> bool:

@@ -117,7 +117,7 @@ def find_period(signatures: Sequence[int]) -> tuple[int, int, int] | None:
 
 
 def op_signature(op: Op, types: Mapping[str, TensorType]) -> int:
-    """A number that is equal for ops that look alike: same target, literals, and types of operands and results."""
+    """A number that is equal for ops with the same target, literals, and types of operands and results."""
     shape = tuple((types[name].shape, types[name].dtype) for name in (*op.operands, *op.results))
     literals = tuple(repr(arg) for arg in op.args if not any(iter_refs(arg)))
     return hash((op.target, literals, shape))

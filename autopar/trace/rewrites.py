@@ -208,12 +208,19 @@ def rewrite_cross_entropy(graph: Graph) -> Graph:
 
     def write_unflattened(writer: Writer, call: _LossCall) -> None:
         call = _with_last_classes(writer, call, producers)
-        found = _unflattened(writer, call, producers, readers)
-        if found is call or call.reduction != _NONE:
-            _write_cross_entropy(writer, found)
+        unflattened = _unflattened(writer, call, producers, readers)
+        if unflattened is call or call.reduction != _NONE:
+            _write_cross_entropy(writer, unflattened)
             return
-        logits, target = (writer.type_of(arg) for arg in (found.logits, found.target))
-        args = (found.logits, found.target, found.weight, found.class_dim, *_settings(found), "none")
+        logits, target = (writer.type_of(arg) for arg in (unflattened.logits, unflattened.target))
+        args = (
+            unflattened.logits,
+            unflattened.target,
+            unflattened.weight,
+            unflattened.class_dim,
+            *_settings(unflattened),
+            "none",
+        )
         each = writer.add("autopar.cross_entropy", args, TensorType(target.shape, logits.dtype))
         writer.add("aten.reshape.default", (each, graph.types[call.result].shape), call.result)
 

@@ -1,4 +1,4 @@
-"""What ops do with rows: which work row by row, and what is computed from the order of sorted rows alone."""
+"""How ops handle rows: which work row by row, and which values depend on the order of sorted rows alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd keeps of each op until its backward.
+"""The tensors that autograd saves for the backward of each op.
 
 Found by running the op on tensors of the real shapes without memory under saved-tensor hooks, and matching the saved
 tensors to operands and results by their memory; some ops' records say it, as attention's does, which must count as the
@@ -69,8 +69,8 @@ class SavesMeter:
                     results = run_op(renamed, tensors)
             except Exception:  # noqa: BLE001  (an op that fake tensors can't run: count all it reads, and its results)
                 return tuple(range(len(operands) + len(op.results))), 0
-        held = [t for t in results if isinstance(t, Tensor)]
-        return _match(saved, [*tensors.values()], held)
+        tensor_results = [t for t in results if isinstance(t, Tensor)]
+        return _match(saved, [*tensors.values()], tensor_results)
 
 
 def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -> Saves:

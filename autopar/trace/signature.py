@@ -223,9 +223,9 @@ def _type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def _compare_ends(expected: Structure, found: Structure) -> None:
+def _compare_ends(expected: Structure, given: Structure) -> None:
     want = {end.path: end for end in walk(expected)}
-    have = {end.path: end for end in walk(found)}
+    have = {end.path: end for end in walk(given)}
     for path in [*want, *(p for p in have if p not in want)]:
         if not _agree(want.get(path), have.get(path)):
             raise InputShapeError(

@@ -34,7 +34,7 @@ __all__ = ["PASSES", "Traced", "normalise", "trace"]
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, and what it takes to call it as the model is called.
+    """A program, and the adapters to call it as the model is called.
 
     Args:
         program: the traced model.
@@ -120,7 +120,7 @@ def trace(
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
         ExampleInputsError: the arguments don't fit the model.
-        OutputError: the model returns no tensor, or was asked for its cache.
+        OutputError: the model returns no tensor, or its cache was requested.
     """
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
@@ -180,7 +180,7 @@ def _carried(graph: Graph, values: Mapping[str, Value], inputs: Structure, outpu
 
 
 def _refuse_cache(outputs: Structure) -> None:
-    """Raise OutputError if a cache that was asked for would be None."""
+    """Raise OutputError if a requested cache would be None."""
     if any(isinstance(end, Dropped) and end.path[-1:] == ("past_key_values",) for end in walk(outputs)):
         raise OutputError(
             "use_cache=True asks for past_key_values, which can't be carried out of a parallel program: leave it out, "
@@ -198,7 +198,7 @@ def _dropped_notes(outputs: Structure) -> list[str]:
 
 
 def _merge_within_layers(graph: Graph, pieces: Sequence[OpSpan]) -> tuple[Graph, list[OpSpan]]:
-    """Compute nothing twice inside a layer; across layers that would make layers differ that are alike."""
+    """Eliminate common subexpressions inside each layer; across layers this would make equal layers differ."""
     owner = {graph.ops[place].name: index for index, piece in enumerate(pieces) for place in piece.places}
     merged = cleanup.drop_dead_ops(cleanup.merge_equal_ops(graph, within=owner))
     check(merged)

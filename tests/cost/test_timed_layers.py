@@ -14,7 +14,7 @@ from autopar.cost.profile import LayerTime
 from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.single_layer import LoneLayer
-from autopar.ops.attention import DOCUMENTS
+from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy, Plan
 from autopar.planning.document_lengths import read_lengths, with_lengths
@@ -22,7 +22,7 @@ from autopar.planning.group_plans import plan_groups
 from autopar.planning.length_plans import FamilyPlanner
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest, check_known, search
 from tests.data.test_balanced import rows_of_tokens, small_llama
 from tests.models import make_plain_gpt
 from tests.zoo import plan_for, quick_prices, subject
@@ -165,6 +165,26 @@ def _trace(rows: int, tokens: int) -> Program:
 
 def _even_timer(prices: ClusterPrices, left_s: float = 4.0) -> FamilyTimer:
     return FamilyTimer(prices, lambda program: _Even(program, torch.device("cpu")), left_s)
+
+
+class _ByDocuments(LayerTimer):
+    """A layer takes 1 s, and an eighth of a second for each token of a document in its attention; backward the same."""
+
+    def time(self, layer, strategy, num_microbatches, *, compiled) -> LayerTime:
+        seconds = 1.0 + sum(document_length(op, 16) / 8 for op in layer.ops if op.target == DOCUMENTS)
+        return LayerTime(seconds, seconds)
+
+
+def test_attention_by_length_is_that_of_layers_timed_on_documents_of_two_lengths() -> None:
+    prices, program = quick_prices(1), with_lengths(_trace(2, 16), read_lengths(4))
+    request = SearchRequest()
+    plan = search(program, 1, prices, request)
+    timer = FamilyTimer(prices, lambda own: _ByDocuments(own, torch.device("cpu")), 100.0)
+    row = check_known(plan, program, timer(program, plan), request).prediction.row
+    attends = sum(op.target == DOCUMENTS for layer in program.layers for op in layer.ops)
+    for length in (4, 16):
+        row_s = row.rows * row.tokens * (row.token_s + length * row.pair_s)
+        assert row_s == pytest.approx(2 * (len(program.layers) + attends * length / 8), rel=1e-3)
 
 
 @pytest.mark.slow

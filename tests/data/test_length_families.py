@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.errors import InputShapeError, PlanFormatError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.plan import Plan
 from autopar.plan.prediction import LengthPlan, LengthPrediction
 from autopar.planning.call_plans import stored_as
+from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, plan_like, search
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
+from tests.lower.runs import build
 from tests.ranks import run_ranks
 from tests.zoo import quick_prices
 
@@ -40,6 +47,34 @@ def train(path: str) -> tuple[list[float], list[int]]:
         losses.append(loss.item())
         tokens.append(batch["input_ids"].shape[1])
     return losses, tokens
+
+
+@pytest.mark.slow
+def test_a_plan_with_stages_has_a_family_without_groups() -> None:
+    model, example = small_llama(), rows_of_tokens(4, 16)
+    cluster = autopar.Cluster.of("a100", devices_per_node=4)
+    lengths = {16: 1, 8: 3, 2: 40}
+    plan = autopar.plan(model, cluster, example, constraints="pipeline=2", lengths=lengths)
+    assert plan.stages
+    assert plan.other_calls
+    assert all(decisions.stages == plan.stages for decisions in plan.other_calls)
+    assert not plan.groups
+    assert "all devices run the same plan in every step: it has pipeline stages" in plan.notes
+    data = json.loads(plan.to_json())
+    data["groups"] = [{"tokens": 16, "decisions": data["decisions"]}]
+    with pytest.raises(PlanFormatError, match="groups: a plan with pipeline stages"):
+        Plan.from_json(json.dumps(data))
+
+    traced = autopar.api.trace_model(model, example)
+
+    def rank(talk: Communicator) -> str:
+        made: Any = build(model, traced, plan, talk)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        with pytest.raises(InputShapeError) as caught:
+            made(**rows_of_tokens(1, 16 if talk.rank else 8))
+        return str(caught.value)
+
+    assert all("pad what has other lengths to one that all ranks share" in error for error in simulate(4, rank))
 
 
 @pytest.mark.slow

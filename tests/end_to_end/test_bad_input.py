@@ -294,7 +294,7 @@ def check_memory() -> None:
     model, inputs = make("plain_gpt")
     with pytest.raises(InfeasibleError) as caught:
         parallelize(model, inputs, memory=1000)
-    found = re.search(r"the smallest takes ([-0-9.e]+) GiB", str(caught.value))
+    found = re.search(r"the smallest needs ([-0-9.e]+) GiB", str(caught.value))
     assert found, str(caught.value)
     smallest_bytes = float(found[1]) * 2**30
     with refused(InfeasibleError, "parameters", "activations"):
@@ -343,7 +343,7 @@ def check_plans(folder: str) -> None:
     with refused(PlanMismatchError, "inputs of other shapes"):
         parallelize(model, {name: x[:4] for name, x in inputs.items()}, plan=plan)
     four = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=4), inputs)
-    with refused(PlanMismatchError, "for 4 devices, here are 2"):
+    with refused(PlanMismatchError, "for 4 devices, but there are 2"):
         parallelize(model, inputs, plan=four)
     edited = replace(plan.strategies[0], assignments=(("zzz",), *plan.strategies[0].assignments[1:]))
     with refused(PlanMismatchError, "no factor zzz"):

@@ -114,6 +114,7 @@ def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
     launch(
         2,
         partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
+        partial(check_model, "llama", "data=2", "zero=3", "recompute=ops", "offload=activations"),
         check_draws,
         timeout_s=400,
     )

@@ -43,6 +43,9 @@ def padded(who: Subject, plan: Any, rows: int, *, training: bool = True) -> bool
         ("deep_gpt2", 4, "pipeline=2 microbatches=2 data=2"),
         pytest.param("llama", 4, "data=2 tensor=2 zero=1", marks=pytest.mark.slow),
         pytest.param("bert", 2, "data=2 microbatches=2 recompute=full", marks=pytest.mark.slow),
+        pytest.param("short_t5", 2, "data=2 zero=2", marks=pytest.mark.slow),
+        pytest.param("short_bart", 2, "data=2", marks=pytest.mark.slow),
+        pytest.param("classifying_bert", 2, "data=2", marks=pytest.mark.slow),
     ],
 )
 def test_the_last_batch_trains_as_on_one_device(name: str, world: int, text: str) -> None:

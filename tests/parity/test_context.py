@@ -161,16 +161,17 @@ def test_a_degree_that_divides_no_tokens_is_refused():
     """And the length that the message names is a way out, with the same loss."""
     for length, degree, padded in ((18, 4, 24), (17, 2, 20), (20, 4, 24)):
         model, inputs = make_llama(batch=2, layers=1, length=length)
-        who = trained_alone(model.double().train(), inputs)
+        program = trace(model.double().train(), (), inputs).program
         message = (
             f"context={degree}': rows of {length} tokens do not divide over {degree} .* Pad rows to {padded} tokens"
         )
         with pytest.raises(ConstraintError, match=message):
-            plan_of(who, f"context={degree}")
+            search(program, 4, quick_prices(4), SearchRequest(constraints=(f"context={degree}",)))
     ids = torch.nn.functional.pad(inputs["input_ids"], (0, padded - length))
     labels = torch.nn.functional.pad(inputs["labels"], (0, padded - length), value=-100)
     torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, model(**inputs).loss, rtol=1e-12, atol=0)
-    plan_of(trained_alone(model, {"input_ids": ids, "labels": labels}), "context=4")
+    program = trace(model, (), {"input_ids": ids, "labels": labels}).program
+    search(program, 4, quick_prices(4), SearchRequest(constraints=("context=4",)))
 
 
 @cache

@@ -96,11 +96,11 @@ def test_more_memory_is_never_slower(shares: list[float]) -> None:
 def smallest_memory(program: Program) -> float:
     with pytest.raises(InfeasibleError) as caught:
         run(program, memory=1.0)
-    return float(str(caught.value).split("the smallest takes ")[1].split(" GiB")[0]) * 2**30 * 1.001
+    return float(str(caught.value).split("the smallest needs ")[1].split(" GiB")[0]) * 2**30 * 1.001
 
 
 def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:
-    with pytest.raises(InfeasibleError, match=r"no plan fits into .* the smallest takes .*parameters .* optimizer"):
+    with pytest.raises(InfeasibleError, match=r"no plan fits into .* the smallest needs .*parameters .* optimizer"):
         run(small_model(), memory=1000.0)
 
 

@@ -123,7 +123,7 @@ def test_a_plan_says_what_it_assumes():
         torch.nn.Linear(8, 1), Cluster.of("h100"), (x,), loss_fn=torch.nn.functional.mse_loss, example_target=target,
         imbalance=1.5, compile=False,
     )  # fmt: skip
-    assert "no experts are one op" in str(linear)
+    assert "no experts that run as one op" in str(linear)
 
 
 def test_a_what_if_changes_it():

@@ -49,27 +49,27 @@ def count_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_logits_in_pieces_need_candidates_of_the_last_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_made(monkeypatch)
     request = SearchRequest(schedules=schedule_actions)
-    search(program(), 4, prices(), request)
+    search(program(), 2, prices(), request)
     every = set(made)
     made.clear()
     pieces = in_pieces(program(), 8)
-    shared = search(pieces, 4, prices(), request)
+    shared = search(pieces, 2, prices(), request)
     assert set(made) < every
     assert set(made) == {pieces.layers[-1].name}
-    assert shared.decisions == search(pieces, 4, prices(), SearchRequest(schedules=schedule_actions)).decisions
+    assert shared.decisions == search(pieces, 2, prices(), SearchRequest(schedules=schedule_actions)).decisions
 
 
 def test_other_prices_and_compiled_layers_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_made(monkeypatch)
     request = SearchRequest()
-    search(program(), 4, prices(), request)
+    search(program(), 2, prices(), request)
     names = sorted(made)
     for other, asked in (
         (ClusterPrices(Cluster.of("a100", devices_per_node=4)), request),
         (prices(), replace(request, training=request.training.running(compiled=True))),
     ):
         made.clear()
-        assert search(program(), 4, other, asked).decisions == search(program(), 4, other, replace(
+        assert search(program(), 2, other, asked).decisions == search(program(), 2, other, replace(
             asked, known=type(asked.known)())).decisions  # fmt: skip
         assert set(made) == set(names)
 
@@ -81,13 +81,13 @@ def test_bounds_are_raised_only_of_a_plan_that_beats_its_rival(monkeypatch: pyte
         PipelineResults, "raise_bounds", lambda self, *asked: raised.append(asked[0]) or original(self, *asked)
     )
     request = SearchRequest(schedules=schedule_actions)
-    free = search(program(), 4, prices(), request)
+    free = search(program(), 2, prices(), request)
     assert raised
     raised.clear()
-    slower = search(program(), 4, prices(), replace(request, rival_s=0.9 * preferred_s(free)))
+    slower = search(program(), 2, prices(), replace(request, rival_s=0.9 * preferred_s(free)))
     assert not raised
     assert preferred_s(slower) >= 0.9 * preferred_s(free)
-    faster = search(program(), 4, prices(), replace(request, rival_s=1.1 * preferred_s(free)))
+    faster = search(program(), 2, prices(), replace(request, rival_s=1.1 * preferred_s(free)))
     assert faster.decisions == free.decisions
 
 
@@ -104,10 +104,10 @@ def test_only_the_plan_that_is_taken_gets_a_gap(monkeypatch: pytest.MonkeyPatch)
 
     def find(own: Program, asked: SearchRequest) -> Plan:
         searched.append(asked)
-        return search(own, 4, prices(), asked)
+        return search(own, 2, prices(), asked)
 
     # What recomputes counts as short of memory, and eager layers may then be faster.
-    plan = search_plan(None, find, program(), prices(), SearchRequest(constraints=("recompute=full",)), 4)
+    plan = search_plan(None, find, program(), prices(), SearchRequest(constraints=("recompute=full",)), 2)
     assert len(searched) > 1, "one search was enough, so this test shows nothing"
     assert sought == [plan.optimality_gap]
     assert plan.planning_s[-1][0] == "bounds"
@@ -115,7 +115,7 @@ def test_only_the_plan_that_is_taken_gets_a_gap(monkeypatch: pytest.MonkeyPatch)
 
 def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole logits may be why the layers of the first plan are eager."""
-    found = search(program(), 4, prices(), SearchRequest(schedules=schedule_actions))
+    found = search(program(), 2, prices(), SearchRequest(schedules=schedule_actions))
     eager = replace(found, memory_limit_bytes=1.01 * found.peak_memory_bytes)
     faster = replace(found.prediction, step_time_s=found.step_time_s / 2)
     compiled = replace(eager.with_decisions(compiled=True), prediction=faster)
@@ -125,5 +125,5 @@ def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: py
 
     monkeypatch.setattr(logits, "search_compiled", find)
     monkeypatch.setattr(logits, "logits_bytes", lambda _: found.peak_memory_bytes)  # take a noticeable part of it
-    assert search_plan(None, search, program(), prices(), SearchRequest(), 4).compiled
-    assert not search_plan(False, search, program(), prices(), SearchRequest(), 4).compiled
+    assert search_plan(None, search, program(), prices(), SearchRequest(), 2).compiled
+    assert not search_plan(False, search, program(), prices(), SearchRequest(), 2).compiled

@@ -256,7 +256,7 @@ def test_stages_that_nobody_asked_for_must_gain_more_than_predictions_are_off(by
     assert bool(free.stages) == (staged.step_time_s * 1.06 < flat.step_time_s) == (gain == "large")
     assert free.step_time_s == (staged if free.stages else flat).step_time_s
     assert (staged.step_time_s < flat.step_time_s) == (gain != "none")
-    notes = [note for note in free.notes if "pipeline=2 asks for them" in note]
+    notes = [note for note in free.notes if "pipeline=2 forces them" in note]
     assert len(notes) == (gain == "small"), notes
 
 

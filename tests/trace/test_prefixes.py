@@ -94,6 +94,31 @@ def labels_as_ids(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
     return functional.cross_entropy(m.head(x + m.embedding(labels)).flatten(0, 1), labels.flatten())
 
 
+def shifted_labels(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
+    """As T5 and BART read their labels: a place later, behind a token that begins, and a token where none counts."""
+    shifted = labels.new_zeros(labels.shape)
+    shifted[:, 1:] = labels[:, :-1].clone()
+    shifted[:, 0] = 3
+    shifted.masked_fill_(shifted == -100, 1)
+    return functional.cross_entropy(m.head(x + m.embedding(shifted)).flatten(0, 1), labels.flatten())
+
+
+def shifted_in_part(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
+    """Some labels stay -100, which an embedding has no row for."""
+    shifted = torch.cat([labels[:, :1].clamp(min=0), labels[:, :-1]], 1)
+    return functional.cross_entropy(m.head(x + m.embedding(shifted)).flatten(0, 1), labels.flatten())
+
+
+def labels_where_ids_say_so(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
+    chosen = torch.where(ids > 3, labels, 0)
+    return functional.cross_entropy(m.head(x + m.embedding(chosen)).flatten(0, 1), labels.flatten())
+
+
+def labels_behind_the_table(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
+    terms = functional.cross_entropy(m.head(x).flatten(0, 1), labels.flatten(), ignore_index=255, reduction="sum")
+    return terms / (labels != 255).sum() + m.embedding(labels)[:, 0, 0]
+
+
 def batch_norm(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:
     return functional.cross_entropy(m.head(m.norm(x.flatten(0, 1))), labels.flatten())
 
@@ -133,6 +158,19 @@ def test_rows_that_do_not_count(rest: Callable[..., Any], training: bool, is_ali
         return
     with pytest.raises(NotAlikeError):
         check(*arguments, training=training)
+
+
+def test_labels_that_are_inputs_too() -> None:
+    check(Model(shifted_labels), of_rows(batch(), 7), batch(), training=True, has_copies=True)
+
+
+@pytest.mark.parametrize(
+    ("rest", "number"),
+    [(shifted_in_part, -100), (labels_where_ids_say_so, -1), (labels_behind_the_table, 255), (labels_as_ids, -100)],
+)
+def test_labels_that_count_for_nothing_are_not_looked_up(rest: Callable[..., Any], number: int) -> None:
+    with pytest.raises(NotAlikeError, match=f"embedding.default reads labels, which are {number} beyond"):
+        check(Model(rest), of_rows(batch(), 7), batch(), training=True, has_copies=True)
 
 
 def causal(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The plans that the search looked at: their front of time against memory."""
+"""The plans that the search considered: their front of time against memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def front_figure(answer: Answer) -> Figure:
     grey, blue = {"size": 5, "opacity": 0.45, "color": "#8f8f8f"}, {"size": 7, "color": "#0072b2"}
     orange = {"size": 9, "color": "#e69f00", "symbol": "diamond"}
     data = (
-        _points("looked at", behind[::step], (factor, unit), "markers", grey),
-        _points("front: nothing is faster with as little memory", front, (factor, unit), "lines+markers", blue),
+        _points("considered", behind[::step], (factor, unit), "markers", grey),
+        _points("front: no faster plan with as little memory", front, (factor, unit), "lines+markers", blue),
         _points("simulated", simulated, (factor, unit), "markers", orange),
         {
             "type": "scatter", "mode": "markers", "name": "the plan", "x": [plan.peak_memory_bytes / factor],
@@ -59,7 +59,7 @@ def front_figure(answer: Answer) -> Figure:
         "legend": LEGEND,
         "margin": MARGIN,
     }  # fmt: skip
-    text = f"Time against memory of {len(answer.considered)} plans that the search looked at."
+    text = f"Time against memory of {len(answer.considered)} plans that the search considered."
     return Figure("front", text, data, layout, 380)
 
 

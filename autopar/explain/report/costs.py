@@ -39,25 +39,27 @@ _SHORT = {"activation communication": "act. comm.", "parameter communication": "
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon", "x")
 
 
-def seconds_figure(found: Explanation) -> Figure:
+def seconds_figure(explanation: Explanation) -> Figure:
     """Seconds by layer kind, stacked by what they are spent on."""
-    data = _stacks(found.kinds, [kind.seconds for kind in found.kinds], COLOURS, 1e3, "ms")
+    data = _stacks(explanation.kinds, [kind.seconds for kind in explanation.kinds], COLOURS, 1e3, "ms")
     layout = _bars("ms of a step, all layers of the kind together")
     return Figure(
-        "kind-seconds", "Seconds by layer kind; the table has the same numbers.", data, layout, _height(found)
+        "kind-seconds", "Seconds by layer kind; the table has the same numbers.", data, layout, _height(explanation)
     )
 
 
-def bytes_figure(found: Explanation) -> Figure:
+def bytes_figure(explanation: Explanation) -> Figure:
     """Bytes by layer kind, stacked by what they hold."""
-    factor, unit = size_unit(max(sum(each for _, each in kind.num_bytes) for kind in found.kinds))
-    data = _stacks(found.kinds, [kind.num_bytes for kind in found.kinds], MEMORY_COLOURS, 1 / factor, unit)
+    factor, unit = size_unit(max(sum(each for _, each in kind.num_bytes) for kind in explanation.kinds))
+    data = _stacks(explanation.kinds, [kind.num_bytes for kind in explanation.kinds], MEMORY_COLOURS, 1 / factor, unit)
     layout = _bars(f"{unit} per device, all layers of the kind together")
-    return Figure("kind-bytes", "Bytes by layer kind; the table has the same numbers.", data, layout, _height(found))
+    return Figure(
+        "kind-bytes", "Bytes by layer kind; the table has the same numbers.", data, layout, _height(explanation)
+    )
 
 
-def _height(found: Explanation) -> int:
-    return 150 + 30 * len(found.kinds)
+def _height(explanation: Explanation) -> int:
+    return 150 + 30 * len(explanation.kinds)
 
 
 def _bars(title: str) -> dict[str, Any]:
@@ -92,13 +94,13 @@ def _stacks(
     return tuple(results)
 
 
-def link_figure(found: Explanation) -> Figure:
+def link_figure(explanation: Explanation) -> Figure:
     """Seconds by link and kind of collective."""
-    links = list(dict.fromkeys(row.link for row in found.links))
-    kinds = list(dict.fromkeys(row.kind for row in found.links))
+    links = list(dict.fromkeys(row.link for row in explanation.links))
+    kinds = list(dict.fromkeys(row.kind for row in explanation.links))
     data: list[dict[str, Any]] = []
     for number, kind in enumerate(kinds):
-        rows = {row.link: row for row in found.links if row.kind == kind}
+        rows = {row.link: row for row in explanation.links if row.kind == kind}
         data.append(
             {
                 "type": "bar", "orientation": "h", "name": kind, "y": links,

@@ -103,14 +103,16 @@ def _stage_names(plan: Plan) -> list[dict[str, Any]]:
 
 
 def layer_table(plan: Plan) -> Table:
-    """A row for consecutive layers of one stage that run alike; if these were too many, for all layers that do."""
+    """A row for consecutive layers of one stage that run the same program; if these are too many, for all that do."""
     rows = row_layers(plan.decisions, plan.prediction, [stage.start for stage in plan.stages], _MAX_ROWS)
     stage_of = [number for number, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
-    # Layers of several stages that run alike share a row without a stage.
+    # Layers of several stages that run the same program share a row without a stage.
     has_stages = bool(plan.stages) and all(stage_of[layers[0]] == stage_of[layers[-1]] for layers in rows)
     columns = ("layers", "number", "axes", "storage", "recompute", "ms per layer", "memory per layer")
     cells = [((count(stage_of[layers[0]]),) if has_stages else ()) + _cells(plan, layers) for layers in rows]
-    return Table("Layers that run alike, per device", (*(("stage",) if has_stages else ()), *columns), tuple(cells))
+    return Table(
+        "Layers that run the same program, per device", (*(("stage",) if has_stages else ()), *columns), tuple(cells)
+    )
 
 
 def _cells(plan: Plan, layers: Sequence[int]) -> tuple[Cell, ...]:

@@ -126,14 +126,14 @@ def sections(findings: Findings) -> Iterator[Section]:
         (share_table(explanation, plan.step_time_s), kind_table(explanation.kinds)),
     )
     if explanation.links:
-        text = "What the collectives of a device move over which link, in one step."
+        text = "The traffic of one device's collectives in one step, by link."
         yield Section(
             "links-section", "Communication", (text,), (link_figure(explanation),), (link_table(explanation),)
         )
     works = kind_works(answer)
     text = (
-        "How many operations a layer kind does for every byte that it reads or writes, and the rate that its price "
-        "comes to. Below the slope bytes decide, below the flat part arithmetic. The larger a mark, the more time."
+        "Arithmetic intensity of each layer kind (operations per byte read or written) against its predicted rate. "
+        "Below the slope it is bound by memory bandwidth, below the flat part by compute. Larger marks take more time."
     )
     yield Section(
         "roofline-section", "Roofline", (text,), (roofline_figure(answer, works),), (roofline_table(answer, works),)
@@ -147,21 +147,21 @@ def _step_section(findings: Findings) -> Section:
     groups = sorted({event.group for event in timeline.events})
     shown = shown_groups(timeline)
     text = [
-        "What each stream of a device does when; where a row is empty, it waits. Zoom with the keys w and s, move with "
-        "a and d, or drag; 0 or a double click shows the whole step.",
+        "The streams of a device over time; where a row is empty, the stream is idle. Zoom with the keys w and s, "
+        "move with a and d, or drag; 0 or a double click shows the whole step.",
         "A kernel that runs while the device communicates takes longer, so the compute row is fuller than the share of "
         "compute at the top, which counts kernels as if they ran alone.",
     ]
     if any(event.to_group >= 0 for event in timeline.events):
         text.append(
-            "Arrows lead from what a stage sends to what waits for it, between the device groups that are drawn; the "
-            "legend shows and hides them."
+            "Arrows connect a stage's send with the work that waits for it, between the device groups that are drawn; "
+            "the legend shows and hides them."
         )
     if len(shown) < len(groups):
         text.append(f"{len(shown)} of {len(groups)} device groups are drawn; the table has all of them.")
     num_events = sum(event.group in set(shown) for event in timeline.events)
     if len(condense(timeline, shown)) < num_events:
-        text.append(f"{num_events:,} events are joined with their neighbors; --trace writes each of them for Perfetto.")
+        text.append(f"{num_events:,} events are merged with their neighbors; --trace writes each of them for Perfetto.")
     return Section(
         "step-section", "The step over time", tuple(text), (timeline_figure(timeline),), (timeline_table(timeline),)
     )
@@ -177,8 +177,8 @@ def _memory_section(findings: Findings) -> Section:
         "memory-section",
         "Memory over time",
         (
-            "What a device holds during the step. The dashed line is all of its memory; the peak and the limit at the "
-            "top are without the overhead (context, communicators, fragments).",
+            "Memory of a device during the step. The dashed line is its capacity; the peak and the limit at the "
+            "top exclude the overhead (context, communicators, fragments).",
         ),
         (memory_figure(timeline),),
         (memory_table(timeline),),
@@ -189,9 +189,9 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     answer, plan = findings.answer, findings.answer.plan
     if answer.considered:
         text = (
-            f"{len(answer.considered):,} of the plans that the search looked at, the fast ones and a sample of the "
-            "others. Most are sums of seconds; where the step was simulated, overlapped communication does not count, "
-            "so these points (and the plan) may be below the front. Point at one to see what it does."
+            f"{len(answer.considered):,} of the plans that the search considered: the fast ones and a sample of the "
+            "others. Most are sums without overlap; where the step was simulated, overlapped communication does not "
+            "count, so these points (and the plan) may be below the front. Point at one to see its decisions."
         )
         tables = (runner_table(findings.explanation.runners_up), front_table(answer))
         yield Section("front-section", "Time against memory", (text,), (front_figure(answer),), tables)
@@ -203,7 +203,7 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if findings.sweep[1]:
         tables += (sweep_table(*findings.sweep),)
     if tables:
-        text = "Each row is the best plan under that condition, searched for anew."
+        text = "Each row is the best plan under that condition, from a search of its own."
         yield Section("choices-section", "Other choices", (text,), (), tables)
 
 
@@ -220,7 +220,7 @@ def _certainty_section(findings: Findings) -> Section:
         ),
         (),
         (
-            Table("What the prices of the step rest on", ("source", "share of seconds"), rows),
+            Table("Sources of the step's prices", ("source", "share of seconds"), rows),
             Table("Planning", ("part", "seconds"), spent),
         ),
     )

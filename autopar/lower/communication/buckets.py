@@ -58,7 +58,7 @@ class BucketHandle:
         purpose: tuple[str, str],
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
-        """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is what `Communicator.serving` is told; collectives move it
+        """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is passed to `Communicator.serving`; collectives move it
         in the dtype ``dtypes[i]``.
         """
         self._purpose = purpose

@@ -99,7 +99,7 @@ class CallConsensus:
     Attributes:
         is_in_step: whether the default random generators of all ranks stood at the same place in the first call; then
             they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
-        compares_draws: whether ranks are to draw alike from these generators.
+        compares_draws: whether ranks must draw the same numbers from these generators.
         is_broken: whether this rank left a collective that others may have begun, so that no other can follow.
     """
 

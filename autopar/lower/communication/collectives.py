@@ -1,4 +1,4 @@
-"""What all communicators share: the record of a collective, handles, and stacking along any tensor dim.
+"""Shared parts of all communicators: the record of a collective, handles, and stacking along any tensor dim.
 
 A backend moves *stacked* buffers only, whose leading dim is the coordinate on the axis; here that leading dim
 is cut out of, or merged into, any dim of a tensor.

@@ -1,4 +1,4 @@
-"""What a lowered program may ask of the other devices: the class `Communicator`.
+"""The class `Communicator`: the collectives and messages of a lowered program.
 
 `ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this process.
 Both know `Axis` objects, never process groups by name, so a program is the same on either.
@@ -259,13 +259,13 @@ class Communicator:
         }  # fmt: skip
 
         def finish() -> Tensor:
-            found = [
+            rows = [
                 parts[own] if source == own else coming[source].wait() if source in coming else x[:0]
                 for source in range(axis.size)
             ]
             for each in sending:
                 each.wait()
-            return torch.cat(found)
+            return torch.cat(rows)
 
         return Handle(finish)
 

@@ -1,4 +1,4 @@
-"""Errors that every rank learns of, before any rank waits for another.
+"""Errors that are raised on every rank, before any rank waits for another.
 
 A rank that raised must not leave the others hanging in their next collective.  So whatever can fail on bad input runs
 inside `agree` or `share`: its outcome is exchanged first, and if it failed anywhere it fails everywhere.

@@ -1,4 +1,4 @@
-"""What a rank says when a step can't be finished, most often because another rank died or hangs."""
+"""Errors of a step name the rank, the stage and the action in which they were raised."""
 
 from __future__ import annotations
 

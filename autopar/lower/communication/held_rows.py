@@ -1,4 +1,4 @@
-"""A batch of which each rank has rows: a layer that wants some of these takes them, and nothing is gathered."""
+"""A batch that is sharded by rows: a layer that reads this rank's rows needs no gather."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class HeldRows(LateTensor):
-    """Stands for a whole tensor, of which this rank has rows; whatever reads others gathers it, on all ranks alike."""
+    """Stands for a whole tensor, of which this rank has rows; reading other rows gathers it, on all ranks at once."""
 
     _rows: Tensor
     _spans: Spans
@@ -87,6 +87,6 @@ def _cut_rows(spans: Spans, cuts: Sequence[Axis], rank: int) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _are_held(spans: Spans, cuts: tuple[Axis, ...]) -> bool:
     """Whether every rank has the rows that it wants."""
-    wanted = (_cut_rows(spans, cuts, rank) for rank in range(len(spans)))
-    pairs = zip(spans, wanted, strict=True)
+    needed = (_cut_rows(spans, cuts, rank) for rank in range(len(spans)))
+    pairs = zip(spans, needed, strict=True)
     return all(first <= start and stop <= last for (first, last), (start, stop) in pairs)

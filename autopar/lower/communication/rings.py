@@ -1,4 +1,4 @@
-"""Slices that pass by all devices, one after the other, while these compute with the one that is there.
+"""Slices that travel round a ring of devices, overlapped with computing on the current one.
 
 On one axis they go round a ring.  On several axes a ring of the inner ones runs for each step of one of the outer ones:
 while a slice goes round the devices of a node, the next one is on its way from another node, so that a link between

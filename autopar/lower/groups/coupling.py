@@ -1,4 +1,4 @@
-"""Between where parameters are stored and whole copies on every rank, which groups of any plan take their parts of."""
+"""Moves parameters and gradients between their storage and whole copies, from which groups of any plan take slices."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Coupling:
         are whole; while those of a layer are reduced, the next one's terms are made.
         """
         trained = self.trained
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         under_way: list[tuple[LayerParameters, Reduction]] = []
 
         def finish() -> None:
             layer, reduction = under_way.pop()
             pairs = zip(layer.names, reduction.wait(), strict=True)
-            found.update({name: _as_stored(x, trained[name]) for name, x in pairs if x is not None})
+            gradients.update({name: _as_stored(x, trained[name]) for name, x in pairs if x is not None})
 
         for layer in reversed(self._layers):
             terms = [term_of(name) if name in trained else None for name in layer.names]
@@ -78,7 +78,7 @@ class Coupling:
             under_way.append((layer, reduction))
         if under_way:
             finish()
-        return found
+        return gradients
 
 
 def _as_stored(gradient: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -35,7 +35,7 @@ def read_groups(tokens: Sequence[int], degrees: Mapping[int, int]) -> tuple[Grou
     Raises:
         InputShapeError: no plan has such rows, or too few neighbours pass them.
     """
-    found: list[Group] = []
+    groups: list[Group] = []
     rank = 0
     while rank < len(tokens):
         length = tokens[rank]
@@ -53,6 +53,6 @@ def read_groups(tokens: Sequence[int], degrees: Mapping[int, int]) -> tuple[Grou
                 f"{group.degree} and pass the same rows, but ranks {rank} to {rank + len(own) - 1} pass rows of {own} "
                 "tokens: pass the batches that autopar.balanced gives"
             )
-        found.append(group)
+        groups.append(group)
         rank += group.degree
-    return tuple(found)
+    return tuple(groups)

@@ -1,4 +1,4 @@
-"""What a rank computes as one of a group: rows of one length, one after the other, on parameters of its own."""
+"""The program of a rank in a group: rows of one length, one after the other, on its own copy of the parameters."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class GroupProgram:
             values = run_step(executor, executor.take_parts(tensors), seed)
             loss = executor.make_output(loss_name, values[loss_name]) * weight
         values.clear()
-        wanted = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
-        found = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True) if wanted else ()
-        for name, gradient in zip(wanted, found, strict=True):
+        trained = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
+        computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) if trained else ()
+        for name, gradient in zip(trained, computed, strict=True):
             total = self._gradients.get(name)
             self._gradients[name] = gradient if total is None else total.add_(gradient)
         return loss.detach()

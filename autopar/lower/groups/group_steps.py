@@ -76,7 +76,7 @@ class GroupSteps:
         """Nothing is lowered yet.
 
         Args:
-            first: of the steps that all ranks run alike; it says where parameters are.
+            first: the executor of the steps that all ranks run together; it says where parameters are.
             degrees: tokens of a row -> how many ranks compute it together.
             executables: for a call, and its rows and tokens, what such groups run, in the order of `degrees`: a row.
             compile_layers: as in `Executor`.
@@ -126,25 +126,25 @@ class GroupSteps:
 
     def _read(self, kind: str, inputs: CallInputs, call: Call) -> tuple[LocalRows, tuple[Group, ...]]:
         """This rank's rows, and the groups by what all ranks pass: none if all pass rows of one length."""
-        found: list[LocalRows] = []
+        opened: list[LocalRows] = []
 
         def find() -> Sequence[int]:
-            found.append(inputs.open(*call))
-            return found[0].tokens, found[0].rows, zlib.crc32(found[0].form_of_rows().encode())
+            opened.append(inputs.open(*call))
+            return opened[0].tokens, opened[0].rows, zlib.crc32(opened[0].form_of_rows().encode())
 
         known = inputs.numbers_of_ranks(f"the lengths of rows in {kind}", find)
         if all(tokens == known[0][0] for tokens, _, _ in known):
-            return found[0], ()
+            return opened[0], ()
         groups = read_groups([tokens for tokens, _, _ in known], self._degrees)
         for rank, (_, _, form) in enumerate(known):
             if form != known[0][2]:
                 raise InputShapeError(
                     f"ranks 0 and {rank} pass inputs of other names, dtypes or dims, not only rows of other lengths "
-                    f"(rank {self._first.communicator.rank}: {found[0].form_of_rows()}): pass the same entries "
+                    f"(rank {self._first.communicator.rank}: {opened[0].form_of_rows()}): pass the same entries "
                     "everywhere"
                 )
         _check_rows(groups, [rows for _, rows, _ in known])
-        return found[0], groups
+        return opened[0], groups
 
     def _lower(self, kind: str, call: Call, size: tuple[int, int]) -> None:
         """Make what groups run, of every degree on every rank, when it is first needed."""

@@ -1,4 +1,4 @@
-"""How many targets of a call count in its loss, before the step runs: what a mean over them divides by."""
+"""The number of targets that count in a call's loss, known before the step runs: the divisor of its mean."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def counting_ops(program: Program) -> tuple[Op, ...]:
     terms, count = (made_by.get(name) for name in loss.operands)
     if terms is None or count is None or count.target != _DENOMINATOR or "cross_entropy" not in terms.target:
         return ()
-    wanted: dict[str, Op] = {}
+    counting: dict[str, Op] = {}
     pending = [count]
     while pending:
         op = pending.pop()
-        wanted[op.name] = op
+        counting[op.name] = op
         for name in op.operands:
             if name in made_by:
                 pending.append(made_by[name])
             elif name not in program.inputs:
                 return ()
-    return tuple(op for layer in program.layers for op in layer.ops if op.name in wanted)
+    return tuple(op for layer in program.layers for op in layer.ops if op.name in counting)
 
 
 @torch.no_grad()

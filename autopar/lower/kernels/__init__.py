@@ -75,7 +75,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
 
 
 def torch_argument(arg: Arg, value_of: Callable[[Ref], Any]) -> Any:
-    """An argument of an op as torch takes it: values of the program by `value_of`, dtypes by their names, lists."""
+    """An argument of an op in torch's form: values of the program by `value_of`, dtypes by their names, lists."""
     if isinstance(arg, Ref):
         return value_of(arg)
     if isinstance(arg, tuple):

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what it takes to join several such blocks.
+"""Attention of some queries to some keys, with the statistics to join several such blocks.
 
 The softmax of a row over all keys is the sum of those over parts of the keys, each weighted by its share of the sum of
 exponentials; so a block gives the logarithm of its own sum.  Backward, a block that is told the result over all keys
@@ -21,9 +21,9 @@ __all__ = [
 
 _aten: Any = torch.ops.aten  # these ops are how torch's own attention is split in forward and backward
 _FLASH_MOST = 256
-"""The largest head that FlashAttention takes."""
+"""The largest head that FlashAttention supports."""
 _FLASH_UNIT = 8
-"""It takes heads whose size divides by this; others are padded, as torch's own attention does."""
+"""Sizes of heads must be multiples of this; others are padded, as torch's own attention does."""
 _EFFICIENT_UNIT = 32
 """The memory-efficient kernel pads its logarithms to a multiple of so many rows (``kAlignLSE`` in torch's source)."""
 

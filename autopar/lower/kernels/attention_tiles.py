@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
-"""The largest head that torch's attention of variable lengths takes, and what its size divides by."""
+"""The largest head of torch's attention of variable lengths, and the number that its size must be a multiple of."""
 
 
 class Tiles(NamedTuple):
@@ -51,12 +51,12 @@ def attend_tiles(query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile
 
 def joined_tiles(parts: Iterable[tuple[Tensor, Tensor, bool]]) -> list[Tiles]:
     """Parts ``(rows, columns, is_causal)`` as tiles, those of one shape together."""
-    found: dict[tuple[int, int, bool], list[tuple[Tensor, Tensor]]] = {}
+    by_size: dict[tuple[int, int, bool], list[tuple[Tensor, Tensor]]] = {}
     for rows, columns, is_causal in parts:
-        found.setdefault((len(rows), len(columns), is_causal), []).append((rows, columns))
+        by_size.setdefault((len(rows), len(columns), is_causal), []).append((rows, columns))
     return [
         Tiles(torch.stack([rows for rows, _ in each]), torch.stack([columns for _, columns in each]), causal)
-        for (*_, causal), each in found.items()
+        for (*_, causal), each in by_size.items()
     ]
 
 
@@ -76,11 +76,13 @@ _Part = tuple[range, range, bool]
 def band_parts(band: Band, rows: int) -> list[list[_Part]]:
     """Rows, columns and whether causal, of tiles; no row is twice in one list."""
     stop, last = band.first + rows, band.tokens - 1
-    found = [*_before(band.first, stop, band.window, is_strict=False)]
+    parts_before = [*_before(band.first, stop, band.window, is_strict=False)]
     if not band.is_causal:  # what comes after is what comes before, seen from the other end
         for parts in _before(band.tokens - stop, band.tokens - band.first, band.window, is_strict=True):
-            found.append([(_mirrored(own, last), _mirrored(seen, last), is_causal) for own, seen, is_causal in parts])
-    return found
+            parts_before.append(
+                [(_mirrored(own, last), _mirrored(seen, last), is_causal) for own, seen, is_causal in parts]
+            )
+    return parts_before
 
 
 def _mirrored(places: range, last: int) -> range:
@@ -208,7 +210,7 @@ class _TiledAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         *operands, out, log_sum = ctx.saved_tensors
         q, k, v, whole, incoming = map(tokens_of, (*operands, out, gradients[0]))
-        found = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-        add_tile_gradients(found, incoming, (q, k, v), Block(whole, log_sum), ctx.tiles, ctx.scale)
-        for_query, for_key, for_value = map(rows_of, found, operands)
+        totals = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        add_tile_gradients(totals, incoming, (q, k, v), Block(whole, log_sum), ctx.tiles, ctx.scale)
+        for_query, for_key, for_value = map(rows_of, totals, operands)
         return for_query, for_key, for_value, None, None

@@ -191,7 +191,7 @@ def _tiles_of_slices(
 
     What a slice has of a document are neighbours in it, as documents are in the order of their tokens.
     """
-    found: list[tuple[Tensor, Tensor, bool]] = []
+    parts: list[tuple[Tensor, Tensor, bool]] = []
     bands: dict[int, list[tuple[Tensor, Tensor, bool]]] = {}
     places = order % tokens
     for slice_number, first in enumerate(firsts):
@@ -212,12 +212,12 @@ def _tiles_of_slices(
                     )
                 continue
             if not is_causal:
-                found.append((rows, document, False))
+                parts.append((rows, document, False))
                 continue
-            found.append((rows, own, True))
+            parts.append((rows, own, True))
             if before:
-                found.append((rows, document[:before], False))
-    return [tile for each in (found, *bands.values()) for tile in joined_tiles(each)]
+                parts.append((rows, document[:before], False))
+    return [tile for each in (parts, *bands.values()) for tile in joined_tiles(each)]
 
 
 def _count(which: Tensor, lengths: Sequence[int]) -> list[int]:

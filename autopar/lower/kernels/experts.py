@@ -39,10 +39,10 @@ def masked_experts(
         num_experts: of all devices.
         body: see `autopar.ops.experts`.
     """
-    held = len(members)
+    num_members = len(members)
     local = ids - members[0]
     # Those of other devices come behind all that are here.
-    local = local.masked_fill((local < 0) | (local >= held), held)
+    local = local.masked_fill((local < 0) | (local >= num_members), num_members)
     return _ops.autopar_traced.experts(local, reads, experts, others, members, num_experts, body)
 
 
@@ -62,9 +62,9 @@ def dispatched_experts(
     devices agree on that number first, and the host waits for it.  Arguments are those of `masked_experts`; `members`
     are all experts.
     """
-    held = num_experts // shards.count
+    num_own = num_experts // shards.count
     sorted_ids, order = torch.sort(ids, stable=True)
-    owners = sorted_ids // held
+    owners = sorted_ids // num_own
     starts = torch.searchsorted(owners, torch.arange(shards.count + 1, device=ids.device))
     most = shards.all_reduce(starts.diff().max().view(1), "max")
     capacity = max(1, int(most))
@@ -75,7 +75,7 @@ def dispatched_experts(
         return _exchange(shards, buffer.index_copy(0, slots, x[order // (len(ids) // len(x))]))
 
     there = sent(ids, fill=num_experts)
-    local = (there - shards.index * held).masked_fill(there == num_experts, held)
+    local = (there - shards.index * num_own).masked_fill(there == num_experts, num_own)
     made = _ops.autopar_traced.experts(local, [sent(x) for x in reads], experts, others, members, num_experts, body)
     back = _exchange(shards, made)
     place_of = torch.empty_like(order).index_put((order,), slots)

@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         pieces: LogitPieces,
         trains: tuple[bool, bool, bool],
     ) -> Tensor:
-        found = GradientSums(hidden, weight, bias, trains)
+        sums = GradientSums(hidden, weight, bias, trains)
         total: Tensor | None = None
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         for own in pieces.cut(len(targets)):
@@ -120,10 +120,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = loss if total is None else total + loss
             del logits  # and its gradient are gone before the next piece's come
             if gradient is not None:
-                found.add(own.start, rows[own], weight, gradient)
+                sums.add(own.start, rows[own], weight, gradient)
             del gradient
         assert total is not None
-        ctx.save_for_backward(*found.kept)
+        ctx.save_for_backward(*sums.kept)
         ctx.trains = trains
         return total if pieces.has_sum else torch.zeros_like(total)
 

@@ -87,8 +87,8 @@ def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
     """
 
     def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        found = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
-        return tuple(each.to(logits.dtype) for each in found[: 1 + has_log_sums])
+        losses = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
+        return tuple(each.to(logits.dtype) for each in losses[: 1 + has_log_sums])
 
     return _losses(hidden, weight, bias, target, LogitPieces(chain, of, tokens, has_sum=shards.index == 0))
 
@@ -96,8 +96,8 @@ def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
 def _losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces
 ) -> Tensor | tuple[Tensor, Tensor]:
-    found = call_function(_LinearTokenLosses, hidden, weight, bias, target, pieces)
-    return found if len(found) > 1 else found[0]
+    losses = call_function(_LinearTokenLosses, hidden, weight, bias, target, pieces)
+    return losses if len(losses) > 1 else losses[0]
 
 
 class _LinearTokenLosses(torch.autograd.Function):
@@ -114,8 +114,8 @@ class _LinearTokenLosses(torch.autograd.Function):
         ]
         ctx.save_for_backward(hidden, weight, target, *(() if bias is None else (bias,)))
         ctx.pieces = pieces
-        found = tuple(torch.cat(each).view(target.shape) for each in zip(*parts, strict=True))
-        return found if pieces.has_sum else tuple(map(torch.zeros_like, found))
+        joined = tuple(torch.cat(each).view(target.shape) for each in zip(*parts, strict=True))
+        return joined if pieces.has_sum else tuple(map(torch.zeros_like, joined))
 
     @staticmethod
     @once_differentiable
@@ -133,5 +133,5 @@ class _LinearTokenLosses(torch.autograd.Function):
             del logits  # and its gradient are gone before the next piece's come
             sums.add(own.start, rows[own], weight, gradient)
             del gradient
-        found = iter(sums.kept)
-        return (*(next(found) if takes else None for takes in ctx.needs_input_grad[:3]), None, None)
+        kept = iter(sums.kept)
+        return (*(next(kept) if takes else None for takes in ctx.needs_input_grad[:3]), None, None)

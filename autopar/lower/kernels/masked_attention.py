@@ -1,4 +1,4 @@
-"""torch's attention, with what it needs care for."""
+"""torch's attention, with the mask in the dtype of the query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How even the work of ranks was, against what was assigned; how long steps took, against the prices of lengths."""
+"""The balance of work between ranks, assigned and measured, and step times against the prices of lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of each layer take in a step, by `torch.profiler`.
+"""Seconds of the kernels of each layer in a step, by `torch.profiler`.
 
 The profiler says when each kernel ran, the stopwatch which layer was at work then.  Watching every op takes time, so
 the profiled step is one of its own, after those that are measured: only shares of its seconds mean something.

@@ -1,4 +1,4 @@
-"""What was predicted of the plan that a module runs, for those who compare it with what happens."""
+"""Predictions for the plan that a module runs, to compare measured steps with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Predictions:
 
     Args:
         collective_s: seconds of a collective.
-        timeline: one training step, simulated when asked for.
+        timeline: one training step, simulated on first use.
     """
 
     collective_s: CollectiveSeconds

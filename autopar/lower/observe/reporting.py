@@ -50,8 +50,8 @@ def report_steps(
     for _ in range(warmup - 1):
         step()
     rows = [following.rows_of_experts()] if warmup > 0 else []
-    found = [following.measure() for _ in range(max(steps, 1))]
-    timed = [each for each in found if isinstance(each, _Measured)]
+    measured = [following.measure() for _ in range(max(steps, 1))]
+    timed = [each for each in measured if isinstance(each, _Measured)]
     if not timed:
         raise _not_measured()
     rows = rows or [{}]
@@ -61,15 +61,17 @@ def report_steps(
     result = ()
     if kernels:
         result = profile_kernels(lambda: following.measure_by(executor), executor.communicator.device)
-    alike: dict[int, list[int]] = {}
+    same_program: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
-        alike.setdefault(id(runner.program), []).append(index)
+        same_program.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
     predicted = predictions.timeline() if predictions is not None and executor is executors.first else None
-    report = StepReport.of(own, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    report = StepReport.of(
+        own, predicted, names, tuple(map(tuple, same_program.values())), executor.stages.group, result
+    )
     return replace(
         report, expert_rows=rows[0], headline=_headline(executor, groups, report.measured.step_s),
-        balance=following.balance(found), other_steps=len(timed) - len(own),
+        balance=following.balance(measured), other_steps=len(timed) - len(own),
     )  # fmt: skip
 
 
@@ -110,10 +112,10 @@ class _Following:
 
     def measure_by(self, executor: Executor) -> StepTimeline:
         """A step of this executor."""
-        found = self.measure()
-        if not isinstance(found, _Measured) or found.executor is not executor:
+        measured = self.measure()
+        if not isinstance(measured, _Measured) or measured.executor is not executor:
             raise _not_measured()
-        return found.timeline
+        return measured.timeline
 
     def rows_of_experts(self) -> dict[str, tuple[int, ...]]:
         """Rows of each expert in a step, if the plan of the last step runs it."""
@@ -127,12 +129,12 @@ class _Following:
         watches, _ = self._run(count)
         return {} if watches[executor].is_empty else counters[0].read()
 
-    def balance(self, found: Sequence[_Measured | Dealt | None]) -> Balance | None:
+    def balance(self, steps: Sequence[_Measured | Dealt | None]) -> Balance | None:
         """How even ranks were in these steps.  Every rank calls it."""
         inputs = self._inputs
         if inputs is None:
             return None
-        pairs = [(each.dealt, each.timeline) if isinstance(each, _Measured) else (each, None) for each in found]
+        pairs = [(each.dealt, each.timeline) if isinstance(each, _Measured) else (each, None) for each in steps]
         dealt = [(known, timeline) for known, timeline in pairs if known is not None]
         return compare_balance(dealt, self._executors.first.stages.group, partial(_gather, inputs))
 

@@ -37,7 +37,7 @@ class StepReport:
         steps_s: seconds of every measured step.
         predicted: None where nothing was.
         layers: names of this rank's layers, by index in the program.
-        alike: indices of layers that run alike, in the order of the first.
+        alike: groups of indices of layers that run the same program, in the order of the first.
         group: the device group of this rank.
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not requested.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
@@ -73,7 +73,7 @@ class StepReport:
         return busy_s
 
     def rows(self) -> list[tuple[str, list[tuple[float | None, float]]]]:
-        """Name of layers that run alike -> predicted and measured seconds of each column, of all of them."""
+        """Name of layers that run the same program -> predicted and measured seconds of each column, of all of them."""
         return [(self._name(alike), [self._both(alike, column) for column in COLUMNS]) for alike in self.alike]
 
     def streams(self) -> list[tuple[str, float | None, float]]:
@@ -86,7 +86,7 @@ class StepReport:
         return [*results, ("step", predicted_s, self.measured.step_s)]
 
     def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
-        """Name of layers that run alike, category -> name, seconds and share of its longest kernels, of all of them."""
+        """Name of layers that run the same program, category -> name, seconds and share of its longest kernels."""
         results: list[tuple[str, str, list[tuple[str, float, float]]]] = []
         for alike in self.alike:
             for category in dict.fromkeys(each.category for each in self.kernels):
@@ -149,9 +149,9 @@ class StepReport:
     def _events(self, timeline: StepTimeline) -> Iterable[Event]:
         return (event for event in timeline.events if event.group == self.group)
 
-    def _name(self, alike: Sequence[int]) -> str:
-        first, last = self.layers[alike[0]], self.layers[alike[-1]]
-        return first if len(alike) == 1 else f"{first} ... {last} ({len(alike)})"
+    def _name(self, layers: Sequence[int]) -> str:
+        first, last = self.layers[layers[0]], self.layers[layers[-1]]
+        return first if len(layers) == 1 else f"{first} ... {last} ({len(layers)})"
 
     def _both(self, layers: Sequence[int], column: str) -> tuple[float | None, float]:
         predicted_s = self.layer_s(self.predicted, layers, column) if self.predicted else None
@@ -194,7 +194,7 @@ def _write_page(path: str | Path, report: StepReport) -> None:
         ratio = report.measured.step_s / report.predicted.step_s
         cards.append(("predicted-step", "Step predicted, ms", milliseconds(report.predicted.step_s), "simulated"))
         cards.append(("ratio", "Measured to predicted", Number(ratio, digits(ratio)), "1 is as predicted"))
-        verdict = f"the step takes {ratio:.2f} times what was predicted"
+        verdict = f"the step is {ratio:.2f} times as long as predicted"
     about = (f"device group {report.group}", f"{len(report.layers)} layers on this rank")
     page = render_page(
         "A step, predicted and measured", report.headline, cards, verdict, about, tuple(_sections(report))
@@ -212,10 +212,10 @@ def _spread(report: StepReport) -> str:
 
 def _sections(report: StepReport) -> Iterator[Section]:
     yield Section("streams-section", "Streams", (), (), (_stream_table(report),))
-    text = "Each cell is predicted and measured, in ms; layers that run alike are added up."
+    text = "Each cell is predicted and measured, in ms; layers that run the same program are summed."
     yield Section("layers-section", "Layers", (text,), (), tuple(_layer_tables(report)))
     if report.kernels:
-        text = "Of one more step, under torch.profiler, which takes time itself: the shares are what counts."
+        text = "From one more step under torch.profiler, which slows it down: only the shares are meaningful."
         yield Section("kernels-section", "Kernels", (text,), (), tuple(_kernel_tables(report)))
     yield _step_section(report)
 

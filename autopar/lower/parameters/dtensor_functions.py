@@ -45,7 +45,7 @@ _FACTS = QUESTIONS | {
     _tensor.requires_grad_, _tensor.is_contiguous, _tensor.register_hook, _tensor.__hash__, _tensor.__repr__,
     _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad,
 }  # fmt: skip
-"""What asks or sets facts that are alike for a part and for the whole; optimizers call these most often."""
+"""Functions that read or set properties that a slice shares with its whole; optimizers call these most often."""
 _WHOLE = frozenset({
     "numpy", "__array__", "tolist", "equal", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
     "dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "normal", "poisson", "multinomial",

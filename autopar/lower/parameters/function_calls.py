@@ -61,8 +61,8 @@ class FunctionCall:
 
     def plain_tensors(self) -> list[Tensor]:
         """The plain ones among its tensors, numbers left out; every rank reads them if they are outputs of a call."""
-        found = [x.whole() if isinstance(x, LateTensor) else x for x in self.tensors if not isinstance(x, DTensor)]
-        return [x for x in found if x.dim()]
+        plain = [x.whole() if isinstance(x, LateTensor) else x for x in self.tensors if not isinstance(x, DTensor)]
+        return [x for x in plain if x.dim()]
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -73,13 +73,13 @@ def _is_plain(x: Tensor) -> bool:
 
 def find_tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among `values`, in lists and tuples, too."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for x in values:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, list | tuple):
-            found += find_tensors(cast("Iterable[Any]", x))
-    return found
+            tensors += find_tensors(cast("Iterable[Any]", x))
+    return tensors
 
 
 def is_known_dtensor(x: Any) -> bool:

@@ -48,7 +48,7 @@ class HostCopies:
         return torch.empty_like(x, device=_HOST, pin_memory=pins_memory(self.device.type))
 
     def beside(self) -> AbstractContextManager[object]:
-        """Inside, what the device does runs behind all that was computed so far, and beside what follows.
+        """Inside, what the device does runs after all that was computed so far, and concurrently with what follows.
 
         So memory that is made inside and freed outside is used again only behind what has read it outside.
         """

@@ -1,4 +1,4 @@
-"""Write down how tensors get their first values, without computing any; play it back a tensor at a time.
+"""Record how tensors are initialised without computing them, and play it back one tensor at a time.
 
 Inside a `Tape` the tensors that ops make are on the meta device, and every op that would write values is noted.  `play`
 runs the notes in order on real tensors.  All ops run, so that random numbers are drawn as they would have been; but
@@ -95,15 +95,15 @@ class Tape:
 
         What is delivered lives no longer than the call, and is nan where a floating tensor was never written to.
         """
-        wanted: dict[int, list[tuple[str, _Slot]]] = {}
+        slots: dict[int, list[tuple[str, _Slot]]] = {}
         for name, tensor in results.items():
             if tensor.is_meta:
                 slot = self._slot(tensor)
-                wanted.setdefault(slot.storage, []).append((name, slot))
+                slots.setdefault(slot.storage, []).append((name, slot))
             else:
                 deliver(name, tensor.detach().to(device))
         with torch.no_grad():
-            _Player(self._notes, wanted, device, deliver).run()
+            _Player(self._notes, slots, device, deliver).run()
 
     def missing(self, results: Mapping[str, Tensor]) -> list[str]:
         """The names of those of `results` that no call writes to."""
@@ -245,12 +245,12 @@ class _Player:
 
     def _following(self) -> list[dict[int, _Note | None]]:
         """Per note and memory that it touches, the next note that does."""
-        found: list[dict[int, _Note | None]] = []
+        following: list[dict[int, _Note | None]] = []
         latest: dict[int, _Note] = {}
         for note in reversed(self._notes):
-            found.append({key: latest.get(key) for key in note.touched})
+            following.append({key: latest.get(key) for key in note.touched})
             latest.update(dict.fromkeys(note.touched, note))
-        return found[::-1]
+        return following[::-1]
 
     def _run(self, note: _Note) -> None:
         args, kwargs = map_leaves(self._value, (note.args, dict(note.kwargs)))
@@ -286,7 +286,7 @@ class _Player:
 
 
 def _flat(result: Tensor, slot: _Slot) -> Tensor:
-    """All of the memory of `result`, which lies as `slot` says."""
+    """All of the memory of `result`, with the offset and strides of `slot`."""
     if result.stride() != slot.stride or result.storage_offset() != slot.offset:
         laid = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=result.device)
         result = laid.copy_(result)

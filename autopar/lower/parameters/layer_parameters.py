@@ -85,13 +85,13 @@ class LayerParameters:
         Raises:
             ModelError: one was replaced by a tensor that is not laid out as it is.
         """
-        found = [table[name] for table, name in self._slots]
-        if self.store.has_parts and not _are_same(found, self._checked):
-            for name, parameter in zip(self.names, found, strict=True):
+        parameters = [table[name] for table, name in self._slots]
+        if self.store.has_parts and not _are_same(parameters, self._checked):
+            for name, parameter in zip(self.names, parameters, strict=True):
                 if parameter is not None:
                     self.store.check(name, parameter)
-            self._checked = found
-        return [parameter for parameter in found if parameter is not None]
+            self._checked = parameters
+        return [parameter for parameter in parameters if parameter is not None]
 
     def start_gather(self, parameters: Sequence[Tensor]) -> BucketHandle | None:
         """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels between devices;
@@ -149,11 +149,11 @@ class Reduction:
 
     def wait(self) -> list[Tensor | None]:
         """The gradients of the stored parts, in the parameters' order."""
-        found = list(self.gradients)
+        reduced = list(self.gradients)
         if self.handle is not None:
             for index, gradient in zip(self.present, self.handle.wait(), strict=True):
-                found[index] = gradient.clone() if index in self.apart else gradient
-        return found
+                reduced[index] = gradient.clone() if index in self.apart else gradient
+        return reduced
 
 
 class StepParameters:
@@ -234,11 +234,11 @@ class StepParameters:
 
     def end_backward(self) -> None:
         """One backward is through: what was computed in another dtype than is reduced is added up in the latter."""
-        wanted = self.layer.gradient_dtypes
+        dtypes = self.layer.gradient_dtypes
         if not self._adds_up or self._leaves is None:
             return
-        if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, wanted, strict=True)):
-            pairs = zip(self._take_terms(), wanted, strict=True)
+        if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, dtypes, strict=True)):
+            pairs = zip(self._take_terms(), dtypes, strict=True)
             terms = [None if term is None else term.to(dtype) for term, dtype in pairs]
             self._sums = terms if self._sums is None else _add_all(self._sums, terms)
 

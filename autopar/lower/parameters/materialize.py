@@ -124,7 +124,7 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
     Raises:
         MaterializationError: nothing says what the values of a parameter or buffer are.
     """
-    wanted = dict(_wanted(model))
+    tensors = dict(_wanted(model))
     drawing = frozenset(id(m) for m in model.modules() if any(x.is_meta for x in (*m.parameters(), *m.buffers())))
     with Tape() as tape, _blank(model), _default_dtype(model):
         try:
@@ -136,11 +136,11 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
                 f"the initialisation of {type(model).__name__} can't be planned: {error}. Build it outside of "
                 "torch.device('meta'), or initialise it in autopar.materialize's initialize= without looking at values"
             ) from error
-        results = {name: _member(model, name) for name in wanted}
+        results = {name: _member(model, name) for name in tensors}
     missing = tape.missing(results)
     if missing:
         raise MaterializationError(_describe_missing(model, missing))
-    return Draws(tape, results, {name: x.dtype for name, x in wanted.items()})
+    return Draws(tape, results, {name: x.dtype for name, x in tensors.items()})
 
 
 class _Initializer:
@@ -245,11 +245,11 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _member(model: nn.Module, name: str) -> Tensor:
     path, _, last = name.rpartition(".")
     tables = module_tables(model.get_submodule(path))
-    found = tables.parameters.get(last)
-    found = tables.buffers.get(last) if found is None else found
-    if found is None:
+    tensor = tables.parameters.get(last)
+    tensor = tables.buffers.get(last) if tensor is None else tensor
+    if tensor is None:
         raise MaterializationError(f"the initialisation of the model removes {name!r}, which has to get a value")
-    return found.detach()
+    return tensor.detach()
 
 
 @contextmanager

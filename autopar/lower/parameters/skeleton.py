@@ -37,10 +37,10 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 def canonical_names(module: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> the first name of the same parameter, as torch orders them."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[name] = first.setdefault(id(parameter), name)
-    return found
+        canonical[name] = first.setdefault(id(parameter), name)
+    return canonical
 
 
 def copy_skeleton(
@@ -158,16 +158,16 @@ class _FixedModules(dict[str, nn.Module | None]):
 
 def state_names(module: nn.Module, parameters: Container[str]) -> list[str]:
     """The names of ``state_dict`` in its order; `parameters` are those that this or another device group holds."""
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         tables = module_tables(module)
         saved = [name for name, buffer in tables.buffers.items() if buffer is not None and name not in tables.not_saved]
-        found.extend(prefix + name for name in tables.parameters if prefix + name in parameters)
-        found.extend(prefix + name for name in saved)
+        names.extend(prefix + name for name in tables.parameters if prefix + name in parameters)
+        names.extend(prefix + name for name in saved)
         for name, child in tables.children.items():
             if child is not None:
                 visit(child, f"{prefix}{name}.")
 
     visit(module, "")
-    return found
+    return names

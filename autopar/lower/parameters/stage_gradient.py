@@ -88,7 +88,7 @@ class _Norm(StageGradient):
 
 
 class _Norms(DTensor):
-    """A stack of `parts`, norms of gradients and others; it is made when more than its norm is asked for."""
+    """A stack of `parts`, norms of gradients and others; it is computed only when more than its norm is read."""
 
     parts: Sequence[Tensor]
 

@@ -106,15 +106,15 @@ def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict
 
     Parameters that no layer reads are whole.
     """
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         strategy = plan.strategies[planned.strategy]
         for value, layout in zip(layer.state, strategy.storage, strict=True):
             if program.values[value].role == "parameter":
-                found.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
+                layouts.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
     for name, layout in plan.shared_storage:
-        found[name] = refine_layout(layout, plan.shared_mesh, mesh)
-    return found
+        layouts[name] = refine_layout(layout, plan.shared_mesh, mesh)
+    return layouts
 
 
 def local_part(whole: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
@@ -193,15 +193,15 @@ def _stored(
     whole: Layout = (REPLICATE,) * len(sizes)
     readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.state)
     tied = {first_name[name] for name, count in readers.items() if count > 1 and name in first_name}
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name, first in first_name.items():
         parameter = module.get_parameter(name)
         shape = tuple(parameter.shape)
-        found[name] = Stored(
+        stored[name] = Stored(
             name, layout_of.get(first, whole), shape, _row_major(parameter), parameter.dtype,
             groups_of.get(first, (0,)), first in tied,
         )  # fmt: skip
-    return found
+    return stored
 
 
 def _row_major(parameter: Tensor) -> tuple[int, ...]:

@@ -71,19 +71,19 @@ def _stays_outside(node: fx.Node) -> bool:
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
     """The number of the piece of each op: even inside, odd outside of what is compiled."""
-    found: dict[fx.Node, int] = {}
+    piece_of: dict[fx.Node, int] = {}
     now = 0
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         first = node.args[0] if node.args else None
-        is_part = node.target is operator.getitem and isinstance(first, fx.Node) and found.get(first, 0) % 2 == 1
+        is_part = node.target is operator.getitem and isinstance(first, fx.Node) and piece_of.get(first, 0) % 2 == 1
         if _stays_outside(node) or is_part:
             now += now % 2 == 0
         else:
             now += now % 2
-        found[node] = now
-    return found
+        piece_of[node] = now
+    return piece_of
 
 
 class _Piece(nn.Module):

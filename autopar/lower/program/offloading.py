@@ -1,4 +1,4 @@
-"""Saved tensors in the host's memory: what one pass of a layer offloads between its forward and its backward.
+"""Activation offloading: saved tensors of one pass of a layer in host memory, from its forward to its backward.
 
 The step's actions say when copies start and when they are waited for (`autopar.step.actions`).  On a GPU they run on
 a stream of their own, from and to pinned memory; on a CPU the same code copies from one allocation to another.
@@ -75,7 +75,7 @@ class OffloadedTensors:
         ]
 
     def take_from(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """What `run` returns; takes all that autograd saves in it."""
+        """The result of `run`, with everything that autograd saves in it collected."""
         saved: list[SavedTensor] = []
 
         def pack(tensor: Tensor) -> SavedTensor:

@@ -66,10 +66,10 @@ class LoweredProgram:
 
     def _users(self) -> list[list[LayerRunner]]:
         """The layers that run one program, for each."""
-        found: dict[int, list[LayerRunner]] = {}
+        users: dict[int, list[LayerRunner]] = {}
         for runner in self.runners:
-            found.setdefault(id(runner.program), []).append(runner)
-        return list(found.values())
+            users.setdefault(id(runner.program), []).append(runner)
+        return list(users.values())
 
     def _describe(self, users: Sequence[LayerRunner]) -> Iterator[str]:
         runner = users[0]
@@ -92,7 +92,7 @@ class LoweredProgram:
         yield f"# ---- {names} ".ljust(120, "-")
         yield f"# mesh {labels}; ZeRO {strategy.zero}; recompute {strategy.recompute}"
         if strategy.pieces:
-            yield f"# collectives in pieces beside products: {strategy.pieces_name}"
+            yield f"# collectives in pieces, overlapped with products: {strategy.pieces_name}"
         cost = self._cost(users[0])
         if cost is not None:
             yield (
@@ -125,15 +125,15 @@ class LoweredProgram:
         return TensorType((shape[0] // count, *shape[1:]), tensor.dtype) if count > 1 and shape else tensor
 
     def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[CollectiveCall, ...]]]:
-        """Parameters that move alike share a buffer."""
+        """Parameters with the same collectives share a buffer."""
         parameters = runner.parameters
-        alike: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
+        by_moves: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
         for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):
             value = self.source.values[runner.layer.state[position]]
             buffers = reshard_calls(steps, value.type.num_bytes, has_gradient=value.requires_grad)
             moves = (value.type.dtype, *(f"{b.phase} {b.kind} {b.axis}" for b in buffers))
-            alike.setdefault(moves, []).append((name, buffers))
-        for together in alike.values():
+            by_moves.setdefault(moves, []).append((name, buffers))
+        for together in by_moves.values():
             names = [name for name, _ in together]
             joined = [
                 replace(same[0], num_bytes=sum(each.num_bytes for each in same))

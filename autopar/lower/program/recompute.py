@@ -1,4 +1,4 @@
-"""What a layer keeps between its forward and its backward.
+"""Activation recomputation: what a layer keeps between its forward and its backward.
 
 Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `SavedTensor`, and when the layer has
 run, those whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
@@ -59,9 +59,9 @@ class _Recomputing:
 
 def _relevant_nodes(graph: fx.Graph, rerun: frozenset[str]) -> tuple[str, ...]:
     """Rerun nodes and what they read, in the graph's order, without the context and multiple results."""
-    wanted = {n.name for n in graph.nodes if n.name in rerun}
-    wanted |= {n.name for node in graph.nodes if node.name in rerun for n in node.all_input_nodes}
-    return tuple(n.name for n in graph.nodes if n.name in wanted and "comment" in n.meta)
+    relevant = {n.name for n in graph.nodes if n.name in rerun}
+    relevant |= {n.name for node in graph.nodes if node.name in rerun for n in node.all_input_nodes}
+    return tuple(n.name for n in graph.nodes if n.name in relevant and "comment" in n.meta)
 
 
 def _returning(graph: fx.Graph, names: Sequence[str]) -> fx.GraphModule:
@@ -107,7 +107,7 @@ def _recomputing(graph: fx.Graph, rerun: frozenset[str], names: frozenset[str]) 
 
 
 class _Recomputation:
-    """The values of one run that backward computes again: all at once, when the first is asked for."""
+    """The values of one run that backward computes again: all at once, when the first is read."""
 
     def __init__(self, recomputing: _Recomputing, kept: Sequence[Recipe], context: LayerContext) -> None:
         self._recomputing = recomputing

@@ -1,4 +1,4 @@
-"""A tensor that autograd saved, or how to have it again."""
+"""A tensor that autograd saved, or how to compute it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer under one strategy on one device, with nobody to talk to: what a rank of any world computes, to be timed.
+"""One layer under one strategy as a single rank of any world computes it, without communication, to be timed.
 
 Inputs and state are made up: random numbers of the local shapes, integers in the range of what they index, and
 documents as long as prices take them to be.
@@ -85,12 +85,12 @@ class LoneLayer:
 
     def forward(self) -> Sequence[Tensor]:
         """The outputs, with what backward needs."""
-        module, held, context = self._program.module, self._held, self._context
+        module, state, context = self._program.module, self._held, self._context
         if self._reruns:
-            return run_twice(lambda *inputs: module(*inputs, *held, context), self._inputs)
+            return run_twice(lambda *inputs: module(*inputs, *state, context), self._inputs)
         if self._keeping is not None:
-            return run_keeping_less(self._program, self._keeping, self._inputs, held, context)
-        return module(*self._inputs, *held, context)
+            return run_keeping_less(self._program, self._keeping, self._inputs, state, context)
+        return module(*self._inputs, *state, context)
 
     def backward(self, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradients of inputs and state, of outputs that `forward` gave; once per forward."""
@@ -116,20 +116,20 @@ class _LayerMaker:
 
     def make(self, local: LocalValue) -> Tensor:
         """A value of this local type; a leaf that takes a gradient if the program's value does."""
-        name, wanted = local.value.name, local.type
+        name, tensor_type = local.value.name, local.type
         known = self.constants.get(name)
-        if known is not None and tuple(known.shape) == wanted.shape:
+        if known is not None and tuple(known.shape) == tensor_type.shape:
             return known.detach().to(self.device)
-        dtype: torch.dtype = getattr(torch, wanted.dtype)
+        dtype: torch.dtype = getattr(torch, tensor_type.dtype)
         if name in self.documents:
-            numbers = torch.arange(wanted.shape[-1], dtype=dtype, device=self.device) // self.documents[name]
-            return numbers.expand(wanted.shape).contiguous()
+            numbers = torch.arange(tensor_type.shape[-1], dtype=dtype, device=self.device) // self.documents[name]
+            return numbers.expand(tensor_type.shape).contiguous()
         if dtype is torch.bool:
-            return torch.ones(wanted.shape, dtype=dtype, device=self.device)
+            return torch.ones(tensor_type.shape, dtype=dtype, device=self.device)
         if not (dtype.is_floating_point or dtype.is_complex):
             limit = self.limits.get(name, _LEAST)
-            return torch.randint(limit, wanted.shape, generator=self.generator, dtype=dtype, device=self.device)
-        value = torch.randn(wanted.shape, generator=self.generator, device=self.device).to(dtype)
+            return torch.randint(limit, tensor_type.shape, generator=self.generator, dtype=dtype, device=self.device)
+        value = torch.randn(tensor_type.shape, generator=self.generator, device=self.device).to(dtype)
         return value.requires_grad_(self.program.values[name].requires_grad and self.program.training)
 
 

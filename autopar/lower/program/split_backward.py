@@ -52,7 +52,7 @@ class SplitBackward:
         self._branches = [*later.values(), beside]
         self._parameters = list(at_once.values())
         active = [(root, gradient) for root, gradient in self._roots if root.node in on_way]
-        found: list[Tensor | None] = [None] * len(self._inputs)
+        gradients: list[Tensor | None] = [None] * len(self._inputs)
         if active:
             watches = [before_backward(node, branch.keep(node)) for node, branch in later.items()]
             try:
@@ -60,9 +60,9 @@ class SplitBackward:
             finally:
                 for watch in watches:
                     watch.remove()
-            found, self._found = both[: len(found)], both[len(found) :]
+            gradients, self._found = both[: len(gradients)], both[len(gradients) :]
         self._roots, self._inputs = [], []
-        return found
+        return gradients
 
     def parameters(self) -> None:
         """Add the gradients of the parameters to their ``grad``."""
@@ -109,16 +109,16 @@ def _at_once(branches: Mapping[Node, _Branch], beside: _Branch) -> list[Tensor]:
     for branch in (*branches.values(), beside):
         for leaf in branch.leaves:
             users.setdefault(id(leaf), []).append(branch)
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     waiting = [
         b for node, b in branches.items() if is_custom_node(node) or any(len(users[id(x)]) > 1 for x in b.leaves)
     ]
     while waiting:
         for leaf in waiting.pop().leaves:
-            if id(leaf) not in found:
-                found[id(leaf)] = leaf
+            if id(leaf) not in leaves:
+                leaves[id(leaf)] = leaf
                 waiting.extend(user for user in users[id(leaf)] if user is not beside)
-    return list(found.values())
+    return list(leaves.values())
 
 
 def _without(nodes: Sequence[Node], left_out: Set[Node]) -> list[Node]:

@@ -63,14 +63,14 @@ class Attributes:
 
     def changed(self, *, everywhere: bool = False) -> Settings:
         """Those with other values than before, of those that programs were made with, or of all that can be used."""
-        found: list[tuple[str, str, Any]] = []
+        changed: list[tuple[str, str, Any]] = []
         for path, names in (self.before if everywhere else self.watched).items():
             own, before = vars(self.owners[path]), self.before[path]
             for name in names:
                 value = own.get(name)
                 if value is not before[name] and not _is_equal(value, before[name]):
-                    found.append((path, name, value if _is_plain(value) else _Other(type(value).__name__)))
-        kept = found if not everywhere else [each for each in found if not isinstance(each[2], _Other)]
+                    changed.append((path, name, value if _is_plain(value) else _Other(type(value).__name__)))
+        kept = changed if not everywhere else [each for each in changed if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
 
     def give(self, part: str, made: nn.Module) -> None:

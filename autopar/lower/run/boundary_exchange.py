@@ -1,4 +1,4 @@
-"""What crosses the cuts between pipeline stages.
+"""Sends and receives the values between pipeline stages.
 
 A value crosses a cut with the layout that its layer puts it out in: this rank sends its local part to the rank with the
 same place in the next stage's group, and gets the gradient of that part back.  Sends and receives only start; what was

@@ -94,7 +94,7 @@ class CallExecutors:
     def __init__(
         self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool, attributes: Attributes
     ) -> None:
-        """`planner` is asked for what is not known; None: other calls are refused."""
+        """`planner` plans calls that are not known yet; None: other calls are refused."""
         self.first = first
         self.last_trained = first
         self._planner = planner
@@ -146,10 +146,10 @@ class CallExecutors:
             ModelError: an attribute that forward reads is an object now.
         """
         self.attributes.check()
-        found = self._look_up(args, kwargs, is_training=is_training, part=part)
-        if found is None:
+        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        if known is None:
             return None
-        call, executor, tensors = found
+        call, executor, tensors = known
         call.calls += 1
         if is_training and not part:
             self.last_trained = executor
@@ -183,8 +183,8 @@ class CallExecutors:
             InputShapeError: the model can't be called so.
             AutoparError: it can't be traced or planned, or the module was lowered for training only.
         """
-        found = self._look_up(args, kwargs, is_training=is_training, part=part)
-        return self._make_known(args, kwargs, self._mode(is_training), part) if found is None else found[0]
+        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        return self._make_known(args, kwargs, self._mode(is_training), part) if known is None else known[0]
 
     def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> PlannedCall:
         started_s = time.perf_counter()
@@ -245,13 +245,13 @@ class CallExecutors:
         stages = StageMap(made.program, made.plan, own.rank)
         for name, groups in stages.holders.items():
             stored = store.stored.get(store.first_name.get(name, name))
-            held = groups if stored is None else stored.groups
-            if stages.axis != own.axis or not set(groups) <= set(held):
+            stored_on = groups if stored is None else stored.groups
+            if stages.axis != own.axis or not set(groups) <= set(stored_on):
                 raise PlanMismatchError(
                     f"in {mode} mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
-                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
-                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
-                    "the original model"
+                    f"the pipeline stages of training keep it on {list(stored_on)} of {own.plan.num_groups}.  For the "
+                    "loss of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() "
+                    "into the original model"
                 )
 
 

@@ -62,7 +62,7 @@ class LocalRows:
     rows: int
 
     def form(self) -> str:
-        """What all ranks must have alike."""
+        """The part of the inputs that must be equal on all ranks."""
         return ", ".join(self._form_of(name, x) for name, x in self.call.named.items())
 
     @property
@@ -71,7 +71,7 @@ class LocalRows:
         return next((x.shape[1] for name, x in self.call.named.items() if name in self.local and x.dim() > 1), 0)
 
     def form_of_rows(self) -> str:
-        """What ranks that pass rows of other lengths must have alike."""
+        """The part of the inputs that must be equal on ranks that pass rows of other lengths."""
         return ", ".join(self._form_of(name, x, self.tokens) for name, x in self.call.named.items())
 
     def row(self, number: int) -> Call:

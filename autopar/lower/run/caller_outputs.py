@@ -1,4 +1,4 @@
-"""What the caller of a parallel module gets of the values that its layers computed."""
+"""The outputs of a parallel module, made of the values that its layers computed."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tens
 
 
 def _read_later(executor: Executor, name: str, value: Tensor | None, later: Later) -> Tensor:
-    wanted = executor.executable.program.type_of(name)
-    dtype: torch.dtype = getattr(torch, wanted.dtype)
+    tensor_type = executor.executable.program.type_of(name)
+    dtype: torch.dtype = getattr(torch, tensor_type.dtype)
     is_differentiable = value is not None and value.requires_grad and not executor.stages.is_pipeline
 
     def gather() -> Tensor:
@@ -126,5 +126,5 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
             _take_plain_gradients(shared)
             return shared
 
-    like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
+    like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(tensor_type.shape)
     return LateTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))

@@ -1,4 +1,4 @@
-"""A plan's layers bound to this rank: what they hold, and what becomes of what they put out."""
+"""A plan's layers bound to this rank: their parameters and buffers, and their outputs."""
 
 from __future__ import annotations
 
@@ -186,11 +186,11 @@ class Executor:
         if not self.stages.is_pipeline or name not in self.stages.stage_of:
             assert value is not None
             return value
-        wanted = self.executable.program.type_of(name)
+        tensor_type = self.executable.program.type_of(name)
         owner = self.stages.group_of(name)
         if owner != self.stages.group:
-            dtype: torch.dtype = getattr(torch, wanted.dtype)
-            value = torch.empty(wanted.shape, dtype=dtype, device=self.communicator.device)
+            dtype: torch.dtype = getattr(torch, tensor_type.dtype)
+            value = torch.empty(tensor_type.shape, dtype=dtype, device=self.communicator.device)
         assert value is not None
         with naming_failures(self.stages.who, f"the broadcast of {name!r} from device group {owner}"):
             return self.communicator.broadcast(value, self.stages.axis, owner)
@@ -257,7 +257,7 @@ class Executor:
         return parts.transpose(dim, dim + 1).reshape(shape)
 
     def is_apart(self, name: str) -> bool:
-        """Whether to have an output whole on every rank takes communication."""
+        """Whether gathering an output on every rank needs communication."""
         own = self.value_layouts[name]
         is_cut = any(p != REPLICATE and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
         return is_cut or (self.stages.is_pipeline and name in self.stages.stage_of)

@@ -58,11 +58,13 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The original's ``generate``; every rank must call it, and gets the same tokens."""
     root = _root(self)
     needs_cache = () if getattr(self.config, "is_encoder_decoder", False) else ("inputs_embeds",)
-    asked = [name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None]
-    if asked:
+    unsupported = [
+        name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None
+    ]
+    if unsupported:
         raise ModelError(
-            f"generate({asked[0]}=...) needs a cache that a parallelized model has not: pass input_ids alone, or load "
-            "full_state_dict() into the original model, and call its generate()"
+            f"generate({unsupported[0]}=...) needs a cache that a parallelized model does not have: pass input_ids "
+            "alone, or load full_state_dict() into the original model, and call its generate()"
         )
     if not hasattr(self, "_prepare_cache_for_generation"):
         kwargs["use_cache"] = False
@@ -148,7 +150,7 @@ def _why_no_cache(model: Any, root: Any, generation_config: Any, arguments: Mapp
     """Why a text can't be continued with a `TokenCache`; ``""`` if it can."""
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    asked = [name for name in _NEED_OTHER_CACHES if getattr(generation_config, name, None) is not None]
+    passed = [name for name in _NEED_OTHER_CACHES if getattr(generation_config, name, None) is not None]
     reasons = {
         getattr(root, "_no_cache", ""): bool(getattr(root, "_no_cache", "")),
         "the model is in training mode": root.training,
@@ -160,6 +162,6 @@ def _why_no_cache(model: Any, root: Any, generation_config: Any, arguments: Mapp
         "its class does not say that a cache of fixed size works (_can_compile_fullgraph)": not getattr(
             model, "_can_compile_fullgraph", False
         ),
-        f"{', '.join(asked)} was asked for": bool(asked),
+        f"{', '.join(passed)} was passed": bool(passed),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,4 +1,4 @@
-"""What layers read as constants but is computed from buffers, as they are when a step begins."""
+"""Values that layers read as constants, computed from buffers at the beginning of a step."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
                 }
                 return run_ops(late.ops, {given: hidden.detach(), **whole})[late.result]
 
-        found = reader.read(late.result, check, run)
+        output = reader.read(late.result, check, run)
         if not (is_recorded and torch.is_grad_enabled()):
-            return found
-        anchor = torch.zeros((), device=found.device, requires_grad=True)
-        return call_function(_NoGradient, found, anchor, late.result)
+            return output
+        anchor = torch.zeros((), device=output.device, requires_grad=True)
+        return call_function(_NoGradient, output, anchor, late.result)
 
     # Rows may be this rank's own.
     shape = (*source.shape[:1], *value.type.shape[1:]) if source.dim() == len(value.type.shape) else value.type.shape
@@ -103,9 +103,9 @@ class _NoGradient(torch.autograd.Function):
     """An output that had its share in the step before it was read."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, anchor: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return found.view_as(found)
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -37,7 +37,7 @@ class LayerPass:
         context: LayerContext,
         offloaded: OffloadedTensors | None = None,
     ) -> None:
-        """Run the layer on what it reads of `values`, and put its outputs there; `offloaded` takes what it saves."""
+        """Run the layer on its inputs in `values`, and store its outputs there; `offloaded` collects saved tensors."""
         self._runner = runner
         self._offloaded = offloaded
         self._parameters = parameters
@@ -158,6 +158,6 @@ def _forget_data(leaf: Tensor) -> None:
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:
     """What the list held: it is empty now, so that nobody else holds them."""
-    found = list(gradients)
+    taken = list(gradients)
     gradients.clear()
-    return found
+    return taken

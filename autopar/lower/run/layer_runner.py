@@ -65,10 +65,10 @@ class LayerRunner:
         """Every axis on which something of this layer may communicate."""
         steps = [step for steps in self.parameters.steps for step in steps]
         steps += [step for _, moved in self.moves for step in moved]
-        found = {step.axis for step in steps}
+        axes = {step.axis for step in steps}
         for node in self.program.module.graph.nodes:
-            found |= node.meta.get("axes", frozenset())
-        return frozenset(axis for axis in found if axis.size > 1)
+            axes |= node.meta.get("axes", frozenset())
+        return frozenset(axis for axis in axes if axis.size > 1)
 
     def run(
         self,
@@ -111,15 +111,15 @@ class LayerRunner:
 
         Buffers are copied, for backward to find what forward read: forward updates some.
         """
-        found = {position: part() for position, part in self.constants}
+        tensors = {position: part() for position, part in self.constants}
         for position, name, dtype, steps in self.buffers:
             buffer = self.parameters.store.buffer(name).to(dtype, copy=True)
-            found[position] = apply_forward(buffer, steps, communicator)
-        return found
+            tensors[position] = apply_forward(buffer, steps, communicator)
+        return tensors
 
     def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
-        held = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
-        return [held[position] for position in range(len(self.layer.state))]
+        state = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
+        return [state[position] for position in range(len(self.layer.state))]
 
 
 def _gathers(steps: Sequence[Step]) -> bool:

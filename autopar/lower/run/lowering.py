@@ -78,12 +78,12 @@ class Executable(NamedTuple):
         if len(tensors) != len(program.inputs):
             raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
         for name, tensor in zip(program.inputs, tensors, strict=True):
-            wanted = program.type_of(name)
+            expected = program.type_of(name)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if tuple(tensor.shape) != wanted.shape or dtype != wanted.dtype:
+            if tuple(tensor.shape) != expected.shape or dtype != expected.dtype:
                 raise InputShapeError(
                     f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
-                    f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
+                    f"{list(expected.shape)} {expected.dtype}. Pass the whole batch on every "
                     "rank, or plan again for these inputs"
                 )
             if self.plan.stages and tensor.requires_grad and not program.values[name].requires_grad:
@@ -215,19 +215,19 @@ class Lowering:
         dead: tuple[str, ...],
         first_op: int,
     ) -> LayerRunner:
-        held = list(zip(range(len(layer.state)), layer.state, lowered.local.state_layouts, strict=True))
+        state = list(zip(range(len(layer.state)), layer.state, lowered.local.state_layouts, strict=True))
         roles = self.program.values
         return LayerRunner(
             layer, strategy, lowered, keeping,
-            self._parameters([h for h in held if roles[h[1]].role == "parameter"], strategy.mesh, layer.name),
+            self._parameters([h for h in state if roles[h[1]].role == "parameter"], strategy.mesh, layer.name),
             tuple(
                 (position, self.program.parameters[name], self._dtype(name),
                  self._from_whole(layout, strategy.mesh))
-                for position, name, layout in held if roles[name].role == "buffer"
+                for position, name, layout in state if roles[name].role == "buffer"
             ),
             tuple(
                 (position, self._constant(name, self._from_whole(layout, strategy.mesh)))
-                for position, name, layout in held if roles[name].role == "constant"
+                for position, name, layout in state if roles[name].role == "constant"
             ),
             moves, dead, first_op,
         )  # fmt: skip
@@ -244,11 +244,11 @@ class Lowering:
             self.programs[key] = lowered, keeping_program(lowered, compiled=self.compile_layers)
         return self.programs[key]
 
-    def _parameters(self, held: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
-        names = [self.program.parameters[name] for _, name, _ in held]
+    def _parameters(self, entries: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
+        names = [self.program.parameters[name] for _, name, _ in entries]
         return LayerParameters(
-            self.store, names, [position for position, _, _ in held], [layout for _, _, layout in held],
-            [self._dtype(name) for _, name, _ in held], mesh, self.communicator, layer,
+            self.store, names, [position for position, _, _ in entries], [layout for _, _, layout in entries],
+            [self._dtype(name) for _, name, _ in entries], mesh, self.communicator, layer,
         )  # fmt: skip
 
     def _dtype(self, value: str) -> torch.dtype:

@@ -19,12 +19,12 @@ __all__ = ["ops_per_microbatch", "updates_per_microbatch"]
 
 def ops_per_microbatch(program: Program, plan: Plan) -> tuple[Op, ...]:
     """The ops that take each microbatch of `plan` for the whole batch."""
-    found: list[Op] = []
+    ops: list[Op] = []
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         factors = plan.strategies[planned.strategy].time if plan.num_microbatches > 1 else ()
         # A kernel joins the statistics of slices; in time nothing joins them.
-        found += [op for op, factor in zip(layer.ops, factors, strict=False) if option_of(op, factor).kernel]
-    return tuple(found)
+        ops += [op for op, factor in zip(layer.ops, factors, strict=False) if option_of(op, factor).kernel]
+    return tuple(ops)
 
 
 def updates_per_microbatch(program: Program, plan: Plan) -> Mapping[str, str]:

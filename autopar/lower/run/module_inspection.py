@@ -1,4 +1,4 @@
-"""What a parallel module tells of itself: its plans, its program, which rows are a rank's, and what steps take."""
+"""Inspection of a parallel module: its plans, its program, the rows of a rank, and reports of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallel module does with its state: DTensors for torch, whole tensors for files."""
+"""The state of a parallel module: DTensors for torch, whole tensors for files."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class ModuleState(nn.Module):
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateDict()
         untyped: Any = super()
-        found = untyped.state_dict(*args, **kwargs)
-        notes, own = getattr(found, "_metadata", None), kwargs.get("prefix", "")[:-1]
-        if notes and not isinstance(found, StateDict) and own in notes:  # the state of a module around this one
+        state = untyped.state_dict(*args, **kwargs)
+        notes, own = getattr(state, "_metadata", None), kwargs.get("prefix", "")[:-1]
+        if notes and not isinstance(state, StateDict) and own in notes:  # the state of a module around this one
             notes[own] = SliceMetadata(notes[own])
-        return found
+        return state
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it.
@@ -72,14 +72,14 @@ class ModuleState(nn.Module):
         """
         self._enter("full_state_dict {}", lambda: (None, ()))
         own = super().state_dict(keep_vars=True)
-        found: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         for name in state_names(self, self._store.stored):
             first = self._store.first_name.get(name, name)
-            if first not in found:
+            if first not in tensors:
                 whole = self._whole(name, own.get(name))
-                found[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
-            found[name] = found[first]
-        return {name: whole for name, whole in found.items() if whole is not None}
+                tensors[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
+            tensors[name] = tensors[first]
+        return {name: whole for name, whole in tensors.items() if whole is not None}
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, rank: int | None = None) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole plain tensors, on every rank.  Every rank must call it.
@@ -200,12 +200,12 @@ class ModuleState(nn.Module):
                     "and keep it; where torch's update_bn sets it, load full_state_dict() into the original model, "
                     "and call update_bn on that"
                 )
-        wanted = self._modes[self.training]
-        if all(part.training == mode for part, mode in zip(self._parts, wanted, strict=True)):
+        modes = self._modes[self.training]
+        if all(part.training == mode for part, mode in zip(self._parts, modes, strict=True)):
             return
         words = {True: "training", False: "eval"}
         untyped: Any = nn.Module
-        named = zip(untyped.named_modules(self), wanted, strict=True)
+        named = zip(untyped.named_modules(self), modes, strict=True)
         name, mode = next((name, mode) for (name, part), mode in named if part.training != mode)
         raise SubmoduleError(
             f"submodule {name!r} of a parallelized model is in {words[not mode]} mode while the model is in "

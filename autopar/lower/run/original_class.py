@@ -77,7 +77,7 @@ def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: 
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """That of the original's forward, with ``self``: frameworks look at it to see what the model takes."""
+    """The signature of the original's forward, with ``self``: frameworks read the model's arguments from it."""
     own = inspect.signature(module.forward)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return own.replace(parameters=[first, *own.parameters.values()])

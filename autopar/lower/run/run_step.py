@@ -1,4 +1,4 @@
-"""A step as the caller sees it: outputs now, and gradients when ``backward()`` asks for them.
+"""A step as the caller sees it: outputs at once, gradients in ``backward()``.
 
 - With the loss in the program and several microbatches or stages, forward and backward of all microbatches run in the
   call; the loss that comes back carries their gradients, and its ``backward()`` hands them out, scaled by the gradient
@@ -48,14 +48,16 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         if loss and not executor.training_actions.is_single:
             return _run_to_the_end(step, loss)
         step.run(FORWARD)
-    found = step.values.results()
+    results = step.values.results()
     values = executor.executable.program.values
     # With stages all ranks must agree, and this one may not have computed them.
     agreed = {name for name in executor.returned_whole if values[name].requires_grad}
-    names = [name for name in found if name in (agreed if executor.stages.is_pipeline else step.values.differentiable)]
+    names = [
+        name for name in results if name in (agreed if executor.stages.is_pipeline else step.values.differentiable)
+    ]
     later = _BackwardHalf(step, names)
-    outputs = _as_outputs([found[name] for name in names], later, list(later.sources.values()))
-    return executor.with_tail(found | dict(zip(names, outputs, strict=True)))
+    outputs = _as_outputs([results[name] for name in names], later, list(later.sources.values()))
+    return executor.with_tail(results | dict(zip(names, outputs, strict=True)))
 
 
 def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
@@ -67,7 +69,7 @@ def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
 
 def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     executor = step.executor
-    found = _run_with_tail(step) if executor.executable.program.is_loss_late else _run_all(step, loss)
+    results = _run_with_tail(step) if executor.executable.program.is_loss_late else _run_all(step, loss)
     step.end()
     gradients = step.gradients()
     if executor.stages.is_pipeline:
@@ -77,10 +79,10 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
     is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
     spread = _spreading(executor) if executor.stages.is_pipeline else None
-    found[loss] = release_later(
-        found[loss], [gradients.get(name) for name in sources], list(sources.values()), spread, is_scaled=is_half
+    results[loss] = release_later(
+        results[loss], [gradients.get(name) for name in sources], list(sources.values()), spread, is_scaled=is_half
     )
-    return found
+    return results
 
 
 def _run_all(step: StepRunner, loss: str) -> dict[str, Tensor]:
@@ -99,11 +101,11 @@ def _run_with_tail(step: StepRunner) -> dict[str, Tensor]:
     tail = step.executor.tail
     assert tail is not None
     step.run(FORWARD)
-    found = step.values.results()
-    made, gradients = tail.run_with_gradients(found)
+    results = step.values.results()
+    made, gradients = tail.run_with_gradients(results)
     step.values.expect(gradients)
     step.run(BACKWARD)
-    return found | made
+    return results | made
 
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:
@@ -218,10 +220,10 @@ class _BackwardHalf:
         if is_pipeline:
             sum_over_groups(step, gradients)
         gradients = step.stored_gradients(gradients)
-        found = [gradients.get(name) for name in self.sources]
+        ordered = [gradients.get(name) for name in self.sources]
         if is_pipeline:
-            _spreading(executor)(found)  # whether they are scaled can't be seen here
-        return found
+            _spreading(executor)(ordered)  # whether they are scaled can't be seen here
+        return ordered
 
 
 def _as_outputs(

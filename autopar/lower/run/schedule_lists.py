@@ -133,11 +133,11 @@ def _in_order(actions: Iterable[Any]) -> list[Any]:
     torch 2.13's 1F1B lists those of the last stage's forwards from 1 on (its own step loop counts right).
     """
     counts: Counter[str] = Counter()
-    found: list[Any] = []
+    numbered: list[Any] = []
     for action in _select(actions, _COMPUTE):
-        found.append(action._replace(microbatch_index=counts[action.computation_type.value]))
+        numbered.append(action._replace(microbatch_index=counts[action.computation_type.value]))
         counts[action.computation_type.value] += 1
-    return found
+    return numbered
 
 
 def _check(schedule: PipelineSchedule, actions: ScheduleActions) -> None:

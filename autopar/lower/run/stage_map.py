@@ -1,4 +1,4 @@
-"""What runs where: the device groups of a plan, the stages and layers of one of them, what crosses which cut.
+"""The device groups of a plan, the stages and layers of each, and the values that cross between stages.
 
 Without a pipeline there is one group with one stage, which has every layer.  Pure data: no tensor, no communication.
 """
@@ -75,11 +75,11 @@ class StageMap:
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
         """Value that a layer puts out -> the (last) stage that does."""
-        found: dict[str, int] = {}
+        stages: dict[str, int] = {}
         for stage, layers in enumerate(self.ranges):
             for layer in layers:
-                found.update(dict.fromkeys(self.program.layers[layer].outputs, stage))
-        return found
+                stages.update(dict.fromkeys(self.program.layers[layer].outputs, stage))
+        return stages
 
     def group_of(self, value: str) -> int:
         """The group that holds a value that the program puts out."""
@@ -94,19 +94,19 @@ class StageMap:
         layers = self.program.layers
         last_reader = {name: index for index, layer in enumerate(layers) for name in layer.inputs}
         live: dict[str, None] = {}
-        found: list[tuple[str, ...]] = []
+        crossing: list[tuple[str, ...]] = []
         for indices in self.ranges:
-            found.append(tuple(name for name in live if last_reader.get(name, -1) >= indices.start))
+            crossing.append(tuple(name for name in live if last_reader.get(name, -1) >= indices.start))
             live |= dict.fromkeys(name for index in indices for name in layers[index].outputs)
-        return tuple(found)
+        return tuple(crossing)
 
     @cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
         """Name of a parameter or buffer -> the groups whose layers read it, ascending."""
-        found: dict[str, set[int]] = {}
+        groups_of: dict[str, set[int]] = {}
         for stage, indices in enumerate(self.ranges):
             for index in indices:
                 for value in self.program.layers[index].state:
                     if value in self.program.parameters:
-                        found.setdefault(self.program.parameters[value], set()).add(self.groups[stage])
-        return {name: tuple(sorted(groups)) for name, groups in found.items()}
+                        groups_of.setdefault(self.program.parameters[value], set()).add(self.groups[stage])
+        return {name: tuple(sorted(groups)) for name, groups in groups_of.items()}

@@ -1,4 +1,4 @@
-"""One step of one rank: does what the actions of its device group say (`autopar.step.actions`), one after the other.
+"""One step of one rank: runs the actions of its device group (`autopar.step.actions`) in order.
 
 There is no other order of things than this list, with and without pipeline stages, in one and in many microbatches: the
 same list is what the simulation times and what memory is predicted from.
@@ -35,12 +35,12 @@ _NO_ACTION = Action(-1, "", -1)  # before the first and behind the last
 
 def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
     """The parameters that get gradients, each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    trained: dict[int, tuple[str, nn.Parameter]] = {}
     for runner in executor.runners.values():
         for name, parameter in zip(runner.parameters.names, runner.parameters.current(), strict=True):
             if parameter.requires_grad:
-                found.setdefault(id(parameter), (name, parameter))
-    return dict(found.values())
+                trained.setdefault(id(parameter), (name, parameter))
+    return dict(trained.values())
 
 
 class StepRunner:
@@ -260,20 +260,20 @@ class StepRunner:
         """The forward whose backward is to run, None if no gradient came for it."""
         self._mark_backward(layer, action)
         key = layer, action.microbatch
-        found = self._passes.get(key)
-        if found is None or not found.needs(values.gradients):
+        layer_pass = self._passes.get(key)
+        if layer_pass is None or not layer_pass.needs(values.gradients):
             came = [
                 name
                 for name in self.executor.runners[layer].layer.outputs
                 if values.gradients.pop(name, None) is not None
             ]
-            if found is None and came:
+            if layer_pass is None and came:
                 raise AutoparError(
                     "backward() has already run through this forward pass: call the model again before each "
                     "backward(), add the losses up and call it once, or pass retain_graph=True"
                 )
             return None
-        return found
+        return layer_pass
 
     def _mark_backward(self, layer: int, action: Action) -> None:
         if self.executor.stopwatch is not None:

@@ -1,4 +1,4 @@
-"""What the microbatches of one step have in the stages of this rank: what comes, what goes, and their gradients."""
+"""The values of each microbatch in the stages of this rank: inputs, outputs, and their gradients."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ class StepValues:
         values = self[action]
         own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
         executor.update_buffers_of_microbatch(own)
-        found = self.found[action.microbatch]
+        results = self.found[action.microbatch]
         for name in executor.kept:
             if name in own:
-                found[name] = self._return(name, action, values)
+                results[name] = self._return(name, action, values)
                 if name in values.differentiable:
                     self.differentiable.add(name)
         leaving = executor.boundary_values[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
@@ -169,8 +169,8 @@ class StepValues:
         if not self._keeps_graph:
             del self._returned[name, microbatch]
         run_backward_from([edge], [gradient], keep_graph=True)
-        found, leaf.grad = leaf.grad, None
-        return found
+        kept, leaf.grad = leaf.grad, None
+        return kept
 
     def end_backward(self, action: Action) -> None:
         """Add up the gradients of the whole batch."""
@@ -195,8 +195,8 @@ class StepValues:
     def send_backward(self, action: Action) -> None:
         """SEND_B: zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
         gradients = self[action].gradients
-        found = {name: gradients.pop(name, None) for name in self._differentiated_of(action.stage)}
-        self._boundaries.send(action, [self._boundaries.zeros(n) if x is None else x for n, x in found.items()])
+        outgoing = {name: gradients.pop(name, None) for name in self._differentiated_of(action.stage)}
+        self._boundaries.send(action, [self._boundaries.zeros(n) if x is None else x for n, x in outgoing.items()])
 
     def _differentiated_of(self, stage: int) -> list[str]:
         """The values that cross the cut before this stage whose gradients come back."""
@@ -213,9 +213,9 @@ def _add(gradients: dict[str, Tensor], name: str, term: Tensor) -> None:
 
 def _influences(program: Program, results: Iterable[str]) -> Set[str]:
     """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
-    found = {name for name in results if name and program.values[name].requires_grad}
+    names = {name for name in results if name and program.values[name].requires_grad}
     for layer in reversed(program.layers):
         for op in reversed(layer.ops):
-            if not found.isdisjoint(op.results):
-                found.update(name for name in op.operands if program.values[name].requires_grad)
-    return found
+            if not names.isdisjoint(op.results):
+                names.update(name for name in op.operands if program.values[name].requires_grad)
+    return names

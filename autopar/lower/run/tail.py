@@ -34,8 +34,8 @@ class Tail:
     ) -> None:
         """Lower it; `constant` gives, for the name of a constant, what gives it whole in a step."""
         made = {name for op in program.tail for name in op.results}
-        wanted = (program.loss, *program.outputs, *program.updates.values())
-        self.results = tuple(dict.fromkeys(name for name in wanted if name in made))
+        needed = (program.loss, *program.outputs, *program.updates.values())
+        self.results = tuple(dict.fromkeys(name for name in needed if name in made))
         read = dict.fromkeys(name for op in program.tail for name in op.operands if name not in made)
         state = tuple(name for name in read if program.values[name].role != "op")
         layer = Layer("behind all layers", len(program.kinds), program.tail, program.tail_reads, state, self.results)
@@ -63,8 +63,8 @@ class Tail:
         leaves = {name: values[name].detach().requires_grad_() for name in trained}
         with torch.enable_grad():
             made = self.run({**values, **leaves})
-        found: Any = torch.autograd.grad(made[program.loss], list(leaves.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        computed: Any = torch.autograd.grad(made[program.loss], list(leaves.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(trained, computed, strict=True) if g is not None}
         return {name: x.detach() for name, x in made.items()}, gradients
 
     def _buffer(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the ops of each layer take at least on a device group, whatever strategy they run with: enough to rule out
+"""Lower bounds on the compute of each layer on a device group, whatever its strategy: enough to rule out
 pipelines before their candidates are made, which takes a hundred times as long.
 
 Every op has its cheapest local types on any mesh of the group; collectives, the optimizer, copies and memory cost

@@ -1,4 +1,4 @@
-"""Lower bounds on the step of a pipeline that say, before its candidates are known, that it need not be looked at.
+"""Lower bounds on the step time of a pipeline, which rule it out before its candidates are made.
 
 Known of each layer is the least time that it takes on one device group.  A microbatch goes through all layers and back,
 one after the other.  And the groups of a schedule work one after the other on a microbatch: group g begins when the

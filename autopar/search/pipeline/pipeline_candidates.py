@@ -261,7 +261,7 @@ def search_pipelines(
         enough_s: pipelines that clearly seem to take so long are not looked at, if any were.
 
     Returns:
-        The seconds of the fastest that fits; if none was looked at, about what the most promising one takes.
+        The seconds of the fastest that fits; if none was simulated, an estimate of the most promising one.
     """
     shapes = list(bounds)
     whole = replace(candidates.tables, limit_bytes=results.limit_bytes)
@@ -282,9 +282,13 @@ def search_pipelines(
         for estimated_s, cuts in own:
             if estimated_s <= own[0][0] * _NEAR:
                 choices, guides = guided[idle[cuts.shape].split_gain]
-                found = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
-                results.found.append(found)
-                best_s = found.step_s if found.peak_bytes <= results.limit_bytes and found.step_s < best_s else best_s
+                pipeline = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
+                results.found.append(pipeline)
+                best_s = (
+                    pipeline.step_s
+                    if pipeline.peak_bytes <= results.limit_bytes and pipeline.step_s < best_s
+                    else best_s
+                )
     return best_s
 
 

@@ -1,4 +1,4 @@
-"""What constraints demand of a pipeline: device groups, stages, where they begin, and the schedule."""
+"""Constraints on a pipeline: device groups, stages, where they begin, and the schedule."""
 
 from __future__ import annotations
 

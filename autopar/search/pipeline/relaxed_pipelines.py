@@ -55,11 +55,11 @@ def takes_longer(
     tables: CostTables, shape: Shape, actions: ScheduleActions, seconds: float, cuts: Sequence[int] = ()
 ) -> bool:
     """Whether every pipeline that fits is known to take so many seconds; arguments as of `relaxed_bounds`."""
-    found = 0.0
-    for found in relaxed_bounds(tables, shape, actions, _AIM * seconds, cuts):
-        if found >= seconds or found < _HOPELESS * seconds:
+    bound_s = 0.0
+    for bound_s in relaxed_bounds(tables, shape, actions, _AIM * seconds, cuts):
+        if bound_s >= seconds or bound_s < _HOPELESS * seconds:
             break
-    return found >= seconds
+    return bound_s >= seconds
 
 
 def relaxed_bounds(
@@ -83,23 +83,23 @@ def relaxed_bounds(
     yield best_s
     if 0 < best_s < enough_s:
         nearer = problem.first(best_s)  # shares for about the seconds that can be had
-        value, *found = problem.value(nearer)
+        value, *gradient = problem.value(nearer)
         if value > best_s:
-            best_s, best, best_slopes = value, nearer, found
+            best_s, best, best_slopes = value, nearer, gradient
             yield best_s
     while 0 < best_s < enough_s and best[1].any():  # memory is worth more: far more, where next to nothing fits
         dearer = best[0], 2 * best[1]
-        value, *found = problem.value(dearer)
+        value, *gradient = problem.value(dearer)
         if value <= best_s * (1 + _NEARLY):
             break
-        best_s, best, best_slopes = value, dearer, found
+        best_s, best, best_slopes = value, dearer, gradient
         yield best_s
     slopes = best_slopes
     at, hope, misses = best, 1.0, 0
     for _ in range(_STEPS if best_s < enough_s else 0):
         at = problem.moved(at, slopes, hope * (enough_s - best_s), enough_s)
-        value, *found = problem.value(at)
-        slopes = found
+        value, *gradient = problem.value(at)
+        slopes = gradient
         misses = 0 if value > best_s else misses + 1
         if value > best_s:
             best_s, best, best_slopes = value, at, slopes
@@ -111,7 +111,7 @@ def relaxed_bounds(
 
 
 def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
-    """A device group with more layers takes as long as is asked for: such pipelines need no bound."""
+    """The most layers of a device group: one with more computes for at least `enough_s`, so it needs no bound."""
     count = tables.num_microbatches
     least = np.sort([float(layer.total_s(count).min()) for layer in tables.layers])
     most = int(np.searchsorted(np.cumsum(least), enough_s))
@@ -216,8 +216,10 @@ class _Problem:
         limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
         if math.isfinite(tables.limit_bytes):
             shares = self.classes[id(self._most_frequent())].transient_shares
-            held = static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
-            own = np.where(self.is_held[:, :, None], held, 0.0)
+            group_bytes = (
+                static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
+            )
+            own = np.where(self.is_held[:, :, None], group_bytes, 0.0)
             takes = np.concatenate([takes, own.reshape(len(own), -1)])
             left = tables.limit_bytes - self.is_held[:, [0, -1]] @ fixed_bytes
             limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
@@ -248,9 +250,9 @@ class _Problem:
         total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
         chosen: set[int] = set()
         for in_flight in np.unique(self.held[:, :, 0].max(axis=0))[[0, -1]]:
-            held = always + in_flight * costs.saved_bytes
-            scale = float(total_s.min()) / max(float(held.max()), 1.0)
-            chosen |= {int((total_s + price * scale * held).argmin()) for price in _USUAL_PRICES}
+            kept_bytes = always + in_flight * costs.saved_bytes
+            scale = float(total_s.min()) / max(float(kept_bytes.max()), 1.0)
+            chosen |= {int((total_s + price * scale * kept_bytes).argmin()) for price in _USUAL_PRICES}
         rows = np.array(sorted(chosen))
         weight_s = costs.weight_s[rows]
         seconds = np.zeros((len(rows), len(COSTS)))
@@ -394,13 +396,13 @@ class _Pass:
 
     def _skips(self) -> dict[int, Array]:
         """By reader, ``[stage, state]``: the least that it takes to bring what skips layers."""
-        found: dict[int, Array] = {}
+        least_s: dict[int, Array] = {}
         for skip in self.tables.skips:
             states = np.unique(self.tables.layers[skip.producer].state_out)
             least = np.outer(self.ahead, skip.forward_s[states].min(axis=0))
             least += np.outer(self.back, skip.backward_s[states].min(axis=0))
-            found[skip.reader] = found.get(skip.reader, 0.0) + least
-        return found
+            least_s[skip.reader] = least_s.get(skip.reader, 0.0) + least
+        return least_s
 
     def _tied(self, index: int) -> Array:
         return self.once * self.problem.tied_s[index] + self.price * self.problem.tied_bytes[index]
@@ -440,7 +442,7 @@ class _Pass:
 
 
 def _arrive(matrices: Array, reached: Array) -> tuple[Indices, Array]:
-    """Per stage and row of its matrix the column from which it is cheapest to come, and what that takes in all."""
+    """Per stage and row of its matrix the cheapest column to come from, and the total cost."""
     total = matrices + reached[:, None, :]
     best = total.argmin(axis=2)
     return best, np.take_along_axis(total, best[:, :, None], axis=2)[:, :, 0]

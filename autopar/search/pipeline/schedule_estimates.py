@@ -1,4 +1,4 @@
-"""What a schedule's action list says of pipelines of equal stages, which estimates of others are made of."""
+"""Idle time of a schedule with equal stages, from which other pipelines are estimated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.schedules.action_lists import ScheduleActions, StageCost, schedule_
 __all__ = ["Idle", "idle_of", "is_small"]
 
 _ACTIONS = 6  # about so many has a schedule's list for each stage and microbatch
-_SMALL = 6000  # actions: to predict a step of so few takes next to no time
+_SMALL = 6000  # actions: predicting a step of so few is cheap
 _STAGE_S = 3.0  # a forward of 1, a backward of 2, of which 1 is for parameters
 
 
@@ -41,5 +41,5 @@ def idle_of(shape: Shape, actions: ScheduleActions) -> Idle:
 
 
 def is_small(shape: Shape) -> bool:
-    """Whether predicting a step of the schedule takes next to no time."""
+    """Whether predicting a step of the schedule is cheap."""
     return _ACTIONS * shape.num_stages * shape.num_microbatches <= _SMALL

@@ -86,8 +86,10 @@ class SpanCosts:
 
     def size(self, flight: Flight) -> Array:
         """``[path, first layer, width - 1]``: bytes of a stage with so many microbatches in flight."""
-        held = flight.in_flight * self._over_spans(2) + (flight.split * self._over_spans(3) if flight.split else 0.0)
-        return self._over_spans(1) + held + self.largest + self.tied_bytes
+        saved_bytes = flight.in_flight * self._over_spans(2) + (
+            flight.split * self._over_spans(3) if flight.split else 0.0
+        )
+        return self._over_spans(1) + saved_bytes + self.largest + self.tied_bytes
 
     def _over_spans(self, which: int) -> Array:
         """A sum over so many layers, infinite behind the last one."""
@@ -197,7 +199,7 @@ def _divide(seconds: Array, bound: float, *, sums: bool) -> tuple[float, tuple[i
     """The least sum (or else maximum) over the stages, each at most `bound`, and the bounds that give it."""
     num_stages, num_layers, widest = seconds.shape
     allowed = np.where(seconds <= bound, seconds, np.inf)
-    # By last layer and width: what a stage that ends there takes, and where it began.
+    # By last layer and width: the cost of a stage that ends there, and its first layer.
     last, width = (grid.astype(np.intp) for grid in np.indices((num_layers, widest)))
     first = np.maximum(last - width, 0)
     is_inside = width <= last

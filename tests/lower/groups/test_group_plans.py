@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.coupling import Coupling
+from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.group_plans import coupling_seconds, plan_groups, why_no_groups
+from autopar.planning.splitting import splittable, variant_like
 from autopar.program import Program
 from autopar.search import SearchRequest, search
+from autopar.verify.rehearsal import keep_double_program, planner_for
 from tests.data.test_balanced import rows_of_tokens, small_llama
-from tests.lower.runs import build
+from tests.lower.runs import build, loss_of
 from tests.zoo import quick_prices
 
 TOKENS = 16
@@ -73,3 +78,58 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert not plan_groups(program, small, batches, trace, prices, request).plans
     assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), batches, trace,
                            prices, request).plans  # fmt: skip
+
+
+class _Balanced(nn.Module):
+    """Puts out a product of means over all tokens, which is computed once from the sums of all microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.embedding(input_ids).relu())
+        chosen = logits.softmax(-1).mean((0, 1))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), (chosen * chosen).sum().detach()
+
+
+def test_groups_run_what_a_model_with_a_tail_is_changed_to() -> None:
+    torch.manual_seed(0)
+    model, prices = _Balanced().double(), quick_prices(4)
+
+    def example(rows: int, tokens: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 32, (rows, tokens))
+        return {"input_ids": ids, "labels": ids.roll(1, 1)}
+
+    def trace(rows: int, tokens: int) -> Program:
+        return keep_double_program(autopar.api.trace_model(model, example(rows, tokens))).program
+
+    first = example(4, TOKENS)
+    traced = keep_double_program(autopar.api.trace_model(model, first))
+    request = SearchRequest(constraints=("pipeline=1",))
+    program = splittable(traced.program, request, 4)
+    assert program.tail
+    plan = search(program, 4, prices, request)
+    groups = plan_groups(program, plan, [np.array([TOKENS, 8, 8])], trace, prices, request).plans
+    assert {group.tokens for group in groups} >= {TOKENS, 8}
+    assert all(variant_like(trace(1, group.tokens), program).tail for group in groups)
+    plan = replace(plan, groups=groups)
+    traced = replace(traced, program=program)
+    planner = planner_for(model, traced, plan, [], keep_double_program, training=True)
+    planner.groups((), first, (4, TOKENS))
+    long, *short = example(1, TOKENS), example(1, 8), example(2, 8)
+
+    def rank(talk: Communicator) -> tuple[float, Tensor]:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        made.call_inputs = call_inputs(model, first, program, made.data_split, talk, is_local=True)
+        loss = loss_of(made(**[long, long, *short][talk.rank]))
+        loss.backward()
+        return loss.item(), made._whole("head.weight", made.head.weight.grad)
+
+    rows = [long, *short]
+    flat = {name: torch.cat([each[name].flatten() for each in rows])[None] for name in long}
+    expected = loss_of(model(**flat))
+    expected.backward()
+    for loss, gradient in simulate(4, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, model.head.weight.grad, rtol=0, atol=1e-12)
