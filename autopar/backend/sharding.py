@@ -21,7 +21,10 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import BackendError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import make_dtensor, module_tables
+from autopar.lower.parameters.dtensor_functions import watch_functions
+from autopar.lower.parameters.known_meshes import know_mesh
 from autopar.lower.parameters.store import local_part
+from autopar.lower.parameters.whole_matrices import watch_steps
 from autopar.placement import Layout
 
 __all__ = ["Replaced", "check_replaced", "shard_in_place", "whole_parameter"]
@@ -49,6 +52,8 @@ def shard_in_place(
 ) -> dict[int, nn.Parameter]:
     """Put a DTensor in place of each of these parameters, in all modules and optimizers of this process.
 
+    Functions of torch on them and on their gradients compute what they compute on whole tensors.
+
     Args:
         parameters: whole ones, by the names that errors give them.
         layouts: how each is stored on `mesh`.
@@ -71,6 +76,9 @@ def shard_in_place(
         id(parameter): partial(_shard, layouts[name], mesh, communicator) for name, parameter in parameters.items()
     }
     made = {id(parameter): _shard_parameter(parameter, shards[id(parameter)]) for parameter in parameters.values()}
+    know_mesh(mesh, None, None, is_whole_world=True)
+    watch_functions()
+    watch_steps()
     for owner in gc.get_objects():
         if issubclass(type(owner), nn.Module):
             _replace_in_module(owner, made)

@@ -37,7 +37,7 @@ def product_efficiency(device: Device, work: Work) -> float:
     Alignment of rows matters only on devices with matrix units, which make 16 bits much faster than 32.
     """
     rates = device.flops_per_s
-    has_units = rates[work.dtype] > 2 * rates.get("float32", rates[work.dtype])
+    has_units = rates.get(work.dtype, 0.0) > 2 * rates.get("float32", rates.get(work.dtype, 0.0))
     return device.matmul_efficiency * device.sustained_fraction * (_ALIGNED[work.alignment] if has_units else 1.0)
 
 
@@ -63,13 +63,22 @@ def _fraction(work: Work) -> float:
     return max(head, 0.05) * work.length / (work.length + half_length)
 
 
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The dtype of the real and the imaginary part."""
+
+
 def flops_rate(device: Device, work: Work) -> float:
     """The rate of `device` for this work, in FLOP/s.
+
+    A complex multiplication and addition, which `Work` counts as two FLOPs, is four real ones of each: without a rate
+    for its dtype it runs at a quarter of the rate of real numbers.
 
     Raises:
         MissingPriceError: the device has no rate for its dtype.
     """
     peak = device.flops_per_s.get(work.dtype)
+    if peak is None and work.dtype in _PARTS:
+        peak = device.flops_per_s.get(_PARTS[work.dtype], 0.0) / 4 or None
     if peak is None:
         raise MissingPriceError(
             f"{device.name} has no rate in {work.dtype}, only in {', '.join(device.flops_per_s)}: "

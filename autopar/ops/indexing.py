@@ -16,6 +16,14 @@ def _dim(op: Op, rank: int) -> int | None:
     return dim % rank if isinstance(dim, int) and rank else None
 
 
+def _embedding(op: Op, operand_types: Types, result_types: Types) -> str:
+    """embedding(weight, indices, padding_idx, scale_grad_by_freq): with `scale_grad_by_freq` the gradient of a row is
+    divided by how often all indices name it, so indices don't split.
+    """
+    indices = " ".join("_" * len(operand_types[1].shape)) if argument(op, 3, "scale_grad_by_freq", False) else "*"
+    return f"v h, {indices or '()'} -> {indices} h | sum v, by v vocab_parallel_embedding"
+
+
 def _gather(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """gather(x, dim, index): dims of equal size split, and so do the entries of index along dim."""
     source, index = (kind.shape for kind in operand_types)
@@ -152,7 +160,7 @@ def _num_rows(op: Op, shape: tuple[int, ...]) -> int:
 
 FAMILIES = (
     OpFamily(
-        aten({"embedding": "v h, * -> * h | sum v, by v vocab_parallel_embedding"}),
+        aten({"embedding": _embedding}),
         kernels={"vocab_parallel_embedding": Kernel(cuts_vocabulary=True)},
         count_work=_work_of_lookup,
         num_choices=lambda op, shape: shape[0],

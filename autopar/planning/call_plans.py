@@ -45,6 +45,7 @@ from autopar.trace import (
     as_batch,
     as_model,
     bind,
+    check_memory,
     check_one_graph,
     compare,
     copy_with,
@@ -76,8 +77,12 @@ def trace_model(
     """Trace `model` on its example inputs, to run on devices of this type; raises what `autopar.trace.trace` raises.
 
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
+
+    Raises:
+        ModelError: a tensor that training changes shares memory with another one.
     """
     traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type)
+    check_memory(model, {traced.program.parameters[buffer] for buffer in traced.program.updates})
     return require_target(model, traced) if training else traced
 
 

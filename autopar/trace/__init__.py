@@ -12,6 +12,7 @@ from autopar.trace.grouped_products import accurate_products
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, NotAlikeError, compare, ignored_labels
+from autopar.trace.shared_memory import check_memory
 from autopar.trace.signature import as_batch, bind, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
@@ -28,6 +29,7 @@ __all__ = [
     "as_model",
     "bind",
     "call_opener",
+    "check_memory",
     "check_one_graph",
     "compare",
     "copy_with",

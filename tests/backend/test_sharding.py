@@ -30,6 +30,10 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double()
 
 
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max((whole(a) - whole(b)).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -82,7 +86,7 @@ def train(
         for batch in batches():
             loss = loss_of(runs[id(owner)], batch)
             loss.backward()
-            losses.append(loss.item())
+            losses += [loss.item(), *(p.grad.norm().item() for p in owner.parameters() if p.grad is not None)]
             torch.nn.utils.clip_grad_norm_(owner.parameters(), 1.0)
             steps.step()
             steps.zero_grad()
@@ -93,9 +97,16 @@ def train(
     assert all(isinstance(x, DTensor) for x in kept)
     assert list(model.state_dict()) == list(single.state_dict())
     members = [[*owner.parameters(), *owner.buffers()] for owner in (model, single)]
+    values = largest_difference(*members)
+    for owner in (model, single):
+        torch.manual_seed(1)
+        for parameter in owner.parameters():
+            nn.init.normal_(parameter)
+            parameter.data[:1].zero_()
     return {
-        "loss": max(abs(a - b) for a, b in zip(*seen, strict=True)),
-        "values": max((whole(a) - whole(b)).abs().max().item() for a, b in zip(*members, strict=True)),
+        "loss": max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(*seen, strict=True)),
+        "values": values,
+        "written": largest_difference(*members),
         "kept": sum(x.to_local().numel() for x in kept) / sum(x.numel() for x in kept),
         "microbatches": float(made_plans(mesh)[-1].num_microbatches),
     }
@@ -125,6 +136,7 @@ def test_trains_as_a_single_device_on_a_part_of_each_parameter(trained: Any, nam
     found = trained[name]
     assert found["loss"] < 1e-5
     assert found["values"] < 1e-5
+    assert found["written"] < 1e-5
     assert found["kept"] < 0.6
     assert found["microbatches"] == (2.0 if name == "microbatches" else 1.0)
 

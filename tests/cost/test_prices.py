@@ -36,6 +36,12 @@ def test_a_missing_dtype_is_an_error_that_names_those_known():
         prices.op_s(LINEAR, (x, x), (x,), True)
 
 
+def test_complex_products_run_at_a_quarter_of_the_rate_of_real_ones():
+    x, z = tensor(4096, 4096, dtype="float32"), tensor(4096, 4096, dtype="complex64")
+    real, complex_ = (H100.op_s(LINEAR, (kind, kind), (kind,), False).forward_s for kind in (x, z))
+    assert complex_ == pytest.approx(4 * real, rel=0.05)
+
+
 @pytest.mark.parametrize("kind", ["", "none", "gather", "barrier"])
 def test_an_unknown_collective_is_an_error_never_free(kind):
     with pytest.raises(MissingPriceError, match="all_gather"):

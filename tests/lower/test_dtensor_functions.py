@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "equal": lambda p, x: (torch.equal(p, p.clone()), torch.equal(p, x), torch.allclose(p, p * 1)),
     "flag": lambda p, x: bool((p > 5).any()) or bool(torch.isnan(p).any()),
     "rows": lambda p, x: [row.sum().item() for row in p],
+    "windows": lambda p, x: p.unfold(1, 2, 2) * 1,
     "shape": lambda p, x: (len(p), *x.view_as(p).shape, *p.view_as(x).shape, x.type_as(p).dtype == p.dtype),
     "vector": lambda p, x: nn.utils.parameters_to_vector([p, p]),
     "histogram": lambda p, x: torch.histc(p.detach(), 4),
@@ -81,6 +83,7 @@ WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
     "transposed view": lambda p, x: p.t()[1].copy_(x[:, 0]),
     "chunk": lambda p, x: p.chunk(2, 0)[1].fill_(3.0),
     "half of columns": lambda p, x: p.data.chunk(2, 1)[0].add_(x[:, :4]),
+    "windows": lambda p, x: p.unfold(0, 2, 2)[1].add_(0.5),
     "index": lambda p, x: p.index_fill_(0, torch.tensor([0, 2]), 1.0),
     "triangle": lambda p, x: p.tril_(),
     "clamped": lambda p, x: p.clamp_(-0.1, 0.2),
@@ -107,8 +110,18 @@ FOLLOWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a column": lambda p, x: (p[:, 2], p.t()[2].fill_(3.0))[0],
     "new data": lambda p, x: (p.data[:2], p.mul_(2))[0],
     "a copy": lambda p, x: (p[1].clone(), p.zero_())[0],
+    "deep copies of one memory": lambda p, x: (lambda a, b: (b, a.mul_(2))[0])(
+        *copy.deepcopy([p.detach(), p.detach()])
+    ),
 }
 """A view of a parameter that changes after it was taken."""
+INITIALISES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "normal": lambda p, x: nn.init.normal_(p, std=0.02),
+    "uniform": lambda p, x: nn.init.uniform_(p, -1, 1),
+    "constant": lambda p, x: nn.init.constant_(p, 2.0),
+    "kaiming": lambda p, x: nn.init.kaiming_uniform_(p, a=5**0.5),
+}
+"""Of a parameter that requires a gradient, with gradients enabled."""
 LAYOUTS = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()]}
 
 
@@ -134,7 +147,8 @@ def check_functions() -> None:
     wrong: list[str] = []
     for layout, placements, start, other in cases():
         like = distribute_tensor(start, mesh, placements)
-        for kind, functions in ((found_by_reading, READS), (found_by_writing, WRITES), (found_later, FOLLOWS)):
+        kinds = (found_by_reading, READS), (found_by_writing, WRITES), (found_later, FOLLOWS)
+        for kind, functions in (*kinds, (found_by_initialising, INITIALISES)):
             for name, function in functions.items():
                 try:
                     found = kind(function, nn.Parameter(laid_as(start, like).clone()), other.clone())
@@ -144,6 +158,9 @@ def check_functions() -> None:
                 except Exception as error:  # noqa: BLE001  (all that is wrong, at once)
                     wrong.append(f"{name} of {layout}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+    number = nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
+    number.data, number.grad = torch.tensor(2.0), torch.tensor(3.0)
+    assert (number.item(), number.grad.item()) == (2.0, 3.0)
 
 
 def found_by_reading(read: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> list[Any]:
@@ -167,6 +184,12 @@ def found_by_writing(write: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> 
     if isinstance(p, DTensor):
         assert p.placements == p.grad.placements  # pyright: ignore
     return [whole(p.detach()), whole(p.grad), x]
+
+
+def found_by_initialising(initialise: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> list[Any]:
+    torch.manual_seed(1)
+    initialise(p, x)
+    return [whole(p.detach()), torch.rand(2)]
 
 
 @torch.no_grad()

@@ -172,6 +172,21 @@ def test_vocab_parallel_embedding(world, padding_idx: int, scale_grad_by_freq: b
     assert all(record == [] for *_, record in results)
 
 
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_an_index_or_a_target_out_of_range_raises_on_every_rank(wrong: int):
+    table, ids = torch.randn(8, 4), torch.tensor([0, wrong, 3])
+
+    def run(c: Communicator) -> None:
+        shards, own = Shards(c, (Axis(2, 1),)), table.chunk(2)[c.rank]
+        with pytest.raises(IndexError, match="index out of range"):
+            KERNELS["vocab_parallel_embedding"](shards, own, ids)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            KERNELS["vocab_parallel_cross_entropy"](shards, own.T, torch.tensor([7, wrong, 1, 0]))
+        KERNELS["vocab_parallel_cross_entropy"](shards, own.T, torch.tensor([7, wrong, 1, 0]), ignore_index=wrong)
+
+    simulate(2, run)
+
+
 def test_embedding_reads_do_not_change_the_table():
     table = torch.randn(4, 3)
     before = table.clone()

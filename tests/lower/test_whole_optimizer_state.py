@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, OptimizerError
+from autopar.verify.rehearsal import loss_of
 from tests import models
 from tests.end_to_end.harness import launch, parallelize
 from tests.lower.test_whole_matrices import Lamb
@@ -20,9 +21,21 @@ from tests.lower.test_whole_matrices import Lamb
 pytestmark = pytest.mark.slow
 
 
+class Scale(nn.Module):
+    """A parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def make() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double(), torch.randn(4, 8, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), Scale())
+    return model.double(), torch.randn(4, 8, dtype=torch.float64)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -68,7 +81,9 @@ def check_states(kind: Any) -> None:
         step(net, own, x)
     assert_equal_values(further, alone)
     torch.testing.assert_close(back.state_dict(), alone.state_dict(), rtol=1e-9, atol=1e-12)
-    cut = [entry for own in loaded.state.values() for entry in own.values() if isinstance(entry, DTensor)]
+    cut = [
+        entry for own in loaded.state.values() for entry in own.values() if isinstance(entry, DTensor) and entry.dim()
+    ]
     assert cut
     assert all(entry.to_local().shape != entry.shape for entry in cut)
 
@@ -92,11 +107,31 @@ def check_closure(make_optimizer: Any) -> None:
     assert_equal_values(parallel, alone)
 
 
+class Scaled(torch.optim.Optimizer):
+    """Its steps are divided by the norm of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+        for p in parameters:
+            p.sub_(p.grad / norm)
+
+
 def check_stages() -> None:
     model, inputs = models.make("plain_gpt")
     parallel: Any = parallelize(model, inputs, constraints=("pipeline=2",))
     with pytest.raises(ModelError, match=r"has no form that one device knows.*get_optimizer_state_dict"):
         parallel.full_optimizer_state_dict(torch.optim.SGD(parallel.parameters()))
+    with pytest.raises(OptimizerError, match=r"LBFGS depends on all parameters together.*'pipeline=1'"):
+        torch.optim.LBFGS(parallel.parameters()).step(lambda: loss_of(parallel(**inputs)))
+    loss_of(parallel(**inputs)).backward()
+    with pytest.raises(OptimizerError, match=r"Scaled depends on all parameters together"):
+        Scaled(parallel.parameters()).step()
+    Lamb(parallel.parameters()).step()
 
 
 def test_states_and_closures() -> None:

@@ -273,6 +273,7 @@ def _products() -> list[Sample]:
         sample("matmul", x(2, 4, 6), x(6, 8)),
         sample("embedding", x(12, 6), ids(12, 4, 2)),
         sample("embedding", x(12, 6), ids(12, 4), 3),
+        sample("embedding", x(12, 6), ids(12, 4, 2), -1, True),
         sample("scaled_dot_product_attention", q, k, v),
         sample("scaled_dot_product_attention", q, k, v, None, 0.0, True),
         sample("scaled_dot_product_attention", q, k, v, attn_mask=masks[0], scale=0.3),

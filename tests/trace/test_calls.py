@@ -4,17 +4,18 @@ import dataclasses
 import logging
 import random
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
+from autopar.api import trace_model
+from autopar.errors import ExampleInputsError, InputShapeError, ModelError, OutputError, TraceError
 from autopar.trace import default_example_inputs, trace
 from tests import models
 from tests.trace.interpreter import interpret
@@ -424,3 +425,52 @@ def test_eager_experts_name_the_form_that_works() -> None:
     told = r"mixtral\.py:\d+: eager experts look up in Python .* model\.set_experts_implementation\('grouped_mm'\)"
     with pytest.raises(TraceError, match=told):
         trace(model, (), inputs)
+
+
+class Sharing(nn.Module):
+    """Two matrices, and two buffers, one of which is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        for name in ("sums", "row"):
+            self.register_buffer(name, torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 4] -> a scalar."""
+        hidden = self.second(self.first(x)) + self.row[0]
+        with torch.no_grad():
+            self.sums.add_(hidden.mean(0))
+        return hidden.square().mean()
+
+
+def test_tensors_that_share_memory_are_refused():
+    def slices_of_one(model: Any) -> None:
+        flat = torch.randn(32)
+        model.first.weight.data, model.second.weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)
+
+    def shares(model: Any) -> None:
+        model.second.weight.data = model.first.weight.data
+
+    def shares_detached(model: Any) -> None:
+        model.row = model.second.weight.detach()
+
+    def shares_written(model: Any) -> None:
+        model.row = model.sums[1:]
+
+    def one_parameter(model: Any) -> None:
+        model.second.weight = model.first.weight
+
+    for change, pair in (
+        (shares, "'first.weight' and 'second.weight'"),
+        (shares_detached, "'row' and 'second.weight'|'second.weight' and 'row'"),
+        (shares_written, "'sums' and 'row'"),
+    ):
+        model = Sharing()
+        change(model)
+        with pytest.raises(ModelError, match=f"({pair}) are different tensors that share memory.*clone"):
+            trace_model(model, {"x": torch.randn(8, 4)})
+    for change in (slices_of_one, one_parameter):
+        model = Sharing()
+        change(model)
+        trace_model(model, {"x": torch.randn(8, 4)})

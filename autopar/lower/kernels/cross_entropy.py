@@ -134,10 +134,14 @@ class _Settings:
     label_smoothing: float
 
     def locate(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        """The target as an index into the own classes, clamped, and whether it is one of these and counts."""
-        index = target - self.first
-        is_own = (index >= 0) & (index < num_local) & (target != self.ignore_index)
-        return index.clamp_(0, num_local - 1).unsqueeze(-1), is_own
+        """The target as an index into the own classes, clamped, and whether it is one of these and counts.
+
+        The index of a target that is no class stays out of range, so that reading there raises as on one device.
+        """
+        index, is_counted = target - self.first, target != self.ignore_index
+        is_own = (index >= 0) & (index < num_local) & is_counted
+        is_wrong = ((target < 0) | (target >= self.num_classes)) & is_counted
+        return index.clamp_(0, num_local - 1).masked_fill_(is_wrong, num_local).unsqueeze(-1), is_own
 
 
 class _CrossEntropy(torch.autograd.Function):

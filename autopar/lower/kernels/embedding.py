@@ -32,20 +32,25 @@ def vocab_parallel_embedding(
         scale_grad_by_freq: divide a row's gradient by how often it is read.
         sparse: accepted and ignored, the gradient is dense.
     """
-    first = shards.index * weight.shape[0]
-    return call_function(_Embedding, weight, indices, first, padding_idx, scale_grad_by_freq)
+    num_rows = weight.shape[0]
+    places = (shards.index * num_rows, shards.count * num_rows)
+    return call_function(_Embedding, weight, indices, places, padding_idx, scale_grad_by_freq)
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows `first` and up of a table.  What must not count reads one extra row, which gets no gradient."""
+    """Rows from `places[0]` on of a table with `places[1]` rows.
+
+    What must not count reads one extra row, which gets no gradient.  An index that is in no slice of the table stays
+    out of range, so that the lookup raises as on one device.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, indices: Tensor, first: int, padding_idx: int, scale_grad_by_freq: bool
+        ctx: Any, weight: Tensor, indices: Tensor, places: tuple[int, int], padding_idx: int, scale_grad_by_freq: bool
     ) -> Tensor:
-        num_rows = weight.shape[0]
+        num_rows, (first, total) = weight.shape[0], places
         local = indices - first
-        is_elsewhere = (local < 0) | (local >= num_rows)
+        is_elsewhere = ((local < 0) | (local >= num_rows)) & (indices >= 0) & (indices < total)
         rows = torch.nn.functional.embedding(local.masked_fill(is_elsewhere, 0), weight)
         rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
         without_gradient = is_elsewhere if padding_idx < 0 else is_elsewhere | (indices == padding_idx)

@@ -151,11 +151,26 @@ def _natively(call: FunctionCall) -> Any:
             raise
         if not is_view:
             return _on_whole(call)
-        result = call.with_leaves(_replicated)
+        result = _gathered(call)
     if is_view and call.args and call.args[0] is call.known[0] and len(call.tensors) == 1:
         function, rest, kwargs = call.function, call.args[1:], call.kwargs
         note_views(call.known[0], lambda whole: function(whole, *rest, **kwargs), result)
     return result
+
+
+def _gathered(call: FunctionCall) -> Any:
+    """A view of whole tensors, as DTensors; torch has no rule for some even then (``unfold``)."""
+    try:
+        return call.with_leaves(_replicated)
+    except (NotImplementedError, RuntimeError) as error:
+        if not has_no_rule(error):
+            raise
+    mesh = call.known[0].device_mesh
+    whole = [Replicate()] * mesh.ndim
+    return map_leaves(
+        lambda x: DTensor.from_local(x, mesh, whole, run_check=False) if isinstance(x, Tensor) else x,
+        call.with_leaves(plain),
+    )
 
 
 def _replicated(x: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ModelError
 from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor
+from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor, storage_key
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
 from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
@@ -157,7 +157,7 @@ def set_data(call: FunctionCall) -> None:
             f"{list(value.shape)} and dtype {value.dtype}: the program of a parallelized model has the shapes of its "
             "parameters. Change the original model, and call autopar.parallelize after it"
         )
-    set_local_tensor(target, local_tensor(_laid(value, target)).detach())
+    set_local_tensor(target, local_tensor(_given(value, target)).detach())
     write_through(target)
 
 
@@ -165,16 +165,27 @@ def set_grad(call: FunctionCall) -> None:
     """``p.grad = x``."""
     target, value = call.args
     if isinstance(value, Tensor) and value.shape == target.shape:  # else torch names both shapes
-        value = _laid(value, target) if is_known_dtensor(target) else plain(value).detach()
+        value = _given(value, target) if is_known_dtensor(target) else plain(value).detach()
     call.function(target, value)
 
 
+def _given(value: Tensor, target: DTensor) -> DTensor:
+    """A tensor that takes the place of `target`, or becomes its gradient."""
+    return laid_as(value.whole() if isinstance(value, LateTensor) else value, target)
+
+
 def copy_deeply(call: FunctionCall) -> Any:
-    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer."""
+    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer.
+
+    Copies of tensors that share memory (tied parameters in a state dict) share memory, as on one device.
+    """
     x, memo = call.args
     if id(x) in memo or type(x) is not DTensor or not x.is_leaf:
         return call.natively()
-    made = x.detach().clone().requires_grad_(x.requires_grad)
+    part = local_tensor(x)
+    same = (storage_key(part), part.storage_offset(), tuple(x.shape), placements_of(x))
+    copied: DTensor = memo.setdefault(same, x.detach().clone())
+    made = copied.detach().requires_grad_(x.requires_grad)
     memo[id(x)] = made
     if x.grad is not None:
         made.grad = copy.deepcopy(x.grad, memo)

@@ -21,8 +21,8 @@ from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import item_by, local_tensor
 
 __all__ = [
-    "compare_plain", "has_local_inputs", "is_known", "is_on_all_ranks", "know_mesh", "laid_as", "placements_of",
-    "read_whole", "share_whole",
+    "compare_plain", "has_local_inputs", "is_known", "is_of_a_stage", "is_on_all_ranks", "know_mesh", "laid_as",
+    "placements_of", "read_whole", "share_whole",
 ]  # fmt: skip
 
 
@@ -47,15 +47,16 @@ class _Known:
 _KNOWN: dict[int, _Known] = {}  # by the mesh's id: results of ops have the mesh of their operands
 
 
-def know_mesh(mesh: DeviceMesh, module: nn.Module, calls: CallConsensus | None, *, is_whole_world: bool) -> None:
+def know_mesh(mesh: DeviceMesh, module: nn.Module | None, calls: CallConsensus | None, *, is_whole_world: bool) -> None:
     """From now on DTensors on `mesh` are parts of whole tensors, which every rank reads and changes alike.
 
     With `is_whole_world` ranks that do something else are told; the ranks of one of several pipeline stages are not
-    compared, as each has parameters of its own.
+    compared, as each has parameters of its own, nor are those of a mesh without a parallel module (`torch.compile`).
     """
     known = _KNOWN.setdefault(id(mesh), _Known(mesh, is_whole_world))
-    known.calls = calls if is_whole_world else None
-    known.modules.add(module)
+    if module is not None:
+        known.calls = calls if is_whole_world else None
+        known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
 
 
@@ -67,6 +68,11 @@ def is_known(x: DTensor) -> bool:
 def is_on_all_ranks(x: Tensor) -> bool:
     """Whether it is a known DTensor that all ranks share, and not those of a pipeline stage."""
     return isinstance(x, DTensor) and is_known(x) and _KNOWN[id(x.device_mesh)].is_whole_world
+
+
+def is_of_a_stage(x: Tensor) -> bool:
+    """Whether it is a known DTensor of a pipeline stage, which other ranks don't have."""
+    return isinstance(x, DTensor) and is_known(x) and not is_on_all_ranks(x)
 
 
 def has_local_inputs(x: DTensor) -> bool:

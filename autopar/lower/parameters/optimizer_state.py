@@ -47,11 +47,17 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
     if _FITTED.get(optimizer) is optimizer.param_groups:
         return
     _FITTED[optimizer] = optimizer.param_groups
-    for parameter, own in optimizer.state.items():
-        if isinstance(parameter, DTensor) and is_known(parameter):
-            for name, x in own.items():
-                if type(x) is Tensor and x.dim() and x.shape == parameter.shape:
-                    own[name] = laid_as(x, parameter)
+    known = [(p, own) for p, own in optimizer.state.items() if isinstance(p, DTensor) and is_known(p)]
+    # Of a parameter that is a number, an average is one too, and so is a count of steps, which stays a plain tensor.
+    by_element = {name for p, own in known if p.dim() for name, x in own.items() if _is_like(x, p)}
+    for parameter, own in known:
+        for name, x in own.items():
+            if type(x) is Tensor and _is_like(x, parameter) and name in by_element:
+                own[name] = laid_as(x, parameter)
+
+
+def _is_like(x: Any, parameter: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == parameter.shape
 
 
 def refuse_file(*_: Any) -> NoReturn:

@@ -29,13 +29,13 @@ from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.dtensor_functions import begin_native_step, end_native_step
 from autopar.lower.parameters.host_storage import HostCopies
-from autopar.lower.parameters.known_meshes import is_on_all_ranks
+from autopar.lower.parameters.known_meshes import is_of_a_stage, is_on_all_ranks
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
 
-__all__ = ["OptimizerService", "works_on_slices"]
+__all__ = ["OptimizerService", "watch_steps", "works_on_slices"]
 
 _BY_ELEMENT = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -97,7 +97,7 @@ class OptimizerService:
     def __post_init__(self) -> None:
         """Take part in the steps of all optimizers from now on."""
         _SERVICES.append(ref(self, _SERVICES.remove))
-        _watch_steps()
+        watch_steps()
 
     def parameters(self) -> Iterator[tuple[int, _Slices]]:
         """The ids of the parameters, and how ranks share them."""
@@ -120,7 +120,8 @@ _TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
 
 
 @cache
-def _watch_steps() -> None:
+def watch_steps() -> None:
+    """From now on steps of optimizers on parameters of parallel modules are those of one device."""
     register_optimizer_step_pre_hook(_make_whole)
     register_optimizer_step_post_hook(_keep_parts)
 
@@ -135,6 +136,7 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return  # without a look at each module's parameters: trials make dozens of such steps
+    _check_stages(optimizer, has_closure=has_closure)
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())
@@ -158,6 +160,53 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
         swap.params[swap.place] = swap.whole
         _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
     _SWAPS[optimizer] = swaps
+
+
+def _check_stages(optimizer: Optimizer, *, has_closure: bool) -> None:
+    """Raise OptimizerError if a step depends on all parameters together, of which a pipeline stage has some."""
+    of_stages = [(group, p) for group in optimizer.param_groups for p in group["params"] if is_of_a_stage(p)]
+    if of_stages and _couples(optimizer, *of_stages[0], has_closure=has_closure):
+        raise OptimizerError(
+            f"a step of {type(optimizer).__name__} depends on all parameters together, and with pipeline stages each "
+            "rank has only those of its own stages: plan without them ('pipeline=1'), or choose an optimizer that "
+            "updates each parameter by its own gradient"
+        )
+
+
+def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, *, has_closure: bool) -> bool:
+    """Whether steps on two parameters differ from those on each alone; assumed if steps only run with a closure."""
+    known = _TRIALS.setdefault(optimizer, {})
+    if "couples" not in known:
+        make, generator = _twin(optimizer, group, _flags(optimizer, parameter)), torch.Generator().manual_seed(0)
+        draws = torch.randn(2, _TRIAL_STEPS + 1, 4, 4, generator=generator).to(parameter.device)
+        draws[1] *= 100.0  # what is computed of both is far from what is computed of the first
+        try:
+            with generators_kept(draws.device):
+                together = _train(make, *draws)
+                alone = [each for draw in draws for each in _train(make, draw)]
+            known["couples"] = not all(map(torch.allclose, together, alone))
+        except Exception:  # noqa: BLE001  (a foreign optimizer)
+            known["couples"] = has_closure
+    return known["couples"]
+
+
+def _flags(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What an optimizer's state says about how a parameter is treated."""
+    return {name: x for name, x in optimizer.state.get(parameter, {}).items() if isinstance(x, bool | str)}
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) -> Callable[..., Optimizer]:
+    """A function that makes an optimizer like `optimizer` that has other parameters, with the settings of `group`."""
+    settings = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+
+    def make(*parameters: nn.Parameter) -> Optimizer:
+        made: Any = object.__new__(type(optimizer))
+        made.__dict__.update(optimizer.__dict__)
+        made.param_groups = [{**copy.deepcopy(settings), "params": [*parameters]}]
+        made.state = defaultdict(dict, {x: dict(flags) for x in parameters} if flags else {})
+        return made
+
+    return make
 
 
 def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -192,21 +241,12 @@ def _is_like(x: Any, parameter: nn.Parameter) -> bool:
 
 def _works_on(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, dims: tuple[int, ...]) -> bool:
     shape = tuple(min(size, _TRIAL_SIZE) // 2 * 2 if size > 1 else 1 for size in parameter.shape)
-    flags = {name: x for name, x in optimizer.state.get(parameter, {}).items() if isinstance(x, bool | str)}
+    flags = _flags(optimizer, parameter)
     place = next(index for index, each in enumerate(optimizer.param_groups) if each is group)
     key = (place, shape, dims, repr(flags))
     known = _TRIALS.setdefault(optimizer, {})
     if key not in known:
-        settings = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
-
-        def make(x: nn.Parameter) -> Optimizer:
-            made: Any = object.__new__(type(optimizer))
-            made.__dict__.update(optimizer.__dict__)
-            made.param_groups = [{**copy.deepcopy(settings), "params": [x]}]
-            made.state = defaultdict(dict, {x: dict(flags)} if flags else {})
-            return made
-
-        like = torch.empty(shape, device=parameter.device)
+        make, like = _twin(optimizer, group, flags), torch.empty(shape, device=parameter.device)
         known[key] = _takes_dtensors(make, like, parameter) and works_on_slices(make, like, dims)
     return known[key]
 
@@ -255,16 +295,18 @@ def _agrees(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim: int, t
     draws = [torch.randn(like.shape, generator=generator).to(like) for _ in range(_TRIAL_STEPS + 1)]
     ramp = torch.linspace(0.1, 3.0, like.shape[dim]).to(like).view([-1 if d == dim else 1 for d in range(like.dim())])
     draws = [draw * ramp * 2.0**number for number, draw in enumerate(draws)]  # slices and steps of other sizes
-    whole = _train(make, draws)
-    parts = [_train(make, halves) for halves in zip(*(draw.chunk(2, dim) for draw in draws), strict=True)]
+    (whole,) = _train(make, draws)
+    parts = [_train(make, halves)[0] for halves in zip(*(draw.chunk(2, dim) for draw in draws), strict=True)]
     return bool((torch.cat(parts, dim) - whole).abs().max() <= tolerance * (whole - draws[0]).abs().max())
 
 
-def _train(make: Callable[[nn.Parameter], Optimizer], draws: Iterable[Tensor]) -> Tensor:
-    start, *gradients = draws
-    parameter = nn.Parameter(start.clone())
-    optimizer = make(parameter)
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
+def _train(make: Callable[..., Optimizer], *draws: Iterable[Tensor]) -> list[Tensor]:
+    """Train one parameter for each of `draws`, which is where it starts and then a gradient for each step."""
+    starts, *gradients = zip(*draws, strict=True)
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    optimizer = make(*parameters)
+    for each in gradients:
+        for parameter, gradient in zip(parameters, each, strict=True):
+            parameter.grad = gradient.clone()
         optimizer.step()
-    return parameter.detach()
+    return [parameter.detach() for parameter in parameters]
