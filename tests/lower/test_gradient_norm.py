@@ -145,3 +145,13 @@ def test_a_part_of_the_parameters_is_refused_on_every_rank() -> None:
                 clip_grad_norm_(list(model.parameters())[1:], 1.0)
 
     on_stages("plain_gpt", clip)
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, float("-inf")])
+def test_orders_that_are_not_positive_are_refused_on_every_rank(order: float) -> None:
+    def clip(model: Any) -> None:
+        if isinstance(model, ParallelModule):
+            with pytest.raises(GradientNormError, match="only positive orders"):
+                clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
+
+    on_stages("plain_gpt", clip)

@@ -45,7 +45,7 @@ class StageGradient(DTensor):
     ) -> Any:
         """As of any DTensor, but for norms of whole gradients."""
         order = _order(func, args, kwargs or {})
-        if order:
+        if order is not None:
             return [_norm(x, order) for x in args[0]] if func is foreach_norm else _norm(args[0], order)
         untyped: Any = super()
         made = untyped.__torch_function__(func, types, args, kwargs or {})
@@ -107,17 +107,17 @@ class _Norms(DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         order = _order(func, args, kwargs or {})
-        if order and all(part.order == order for part in args[0].parts if isinstance(part, _Norm)):
+        if order is not None and all(part.order == order for part in args[0].parts if isinstance(part, _Norm)):
             return _total(args[0].parts, order)
         made = map_leaves(_stacked, (tuple(args), dict(kwargs or {})))
         return func(*made[0], **made[1])
 
 
-def _order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The order of the norm of all of a tensor; 0: `func` is something else."""
+def _order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """The order of the norm of all of a tensor; None: `func` is something else."""
     said = {key: value for key, value in kwargs.items() if value is not None and value is not False}
     if func not in _NORMS or not 1 <= len(args) <= 2 or not said.keys() <= {"ord", "p"}:
-        return 0.0
+        return None
     order = (*args[1:], *said.values(), 2.0)[0]
     return 2.0 if order == "fro" else float(order)
 
@@ -130,6 +130,11 @@ def _stacked(x: Any) -> Any:
 
 def _total(norms: Sequence[Tensor], order: float) -> Tensor:
     """The norm of what has these norms, and of what the other stages have."""
+    if not order > 0:
+        raise GradientNormError(
+            f"the norm of all gradients is of order {order:g}, but with pipeline stages only positive orders are known "
+            "(inf for the largest entry): pass one as norm_type"
+        )
     by_model: dict[GradientNorm, dict[str, Tensor]] = {}
     for norm in norms:
         if isinstance(norm, _Norm):
