@@ -56,8 +56,8 @@ def space_on_mesh(program: Program, layer: Layer, mesh: tuple[int, ...], demands
     """The dim that may be split in space on this mesh; 0 for none.
 
     Where all devices can share an image in slices of one axis, and the batch splits on none, several axes add choices
-    (space with channels) that were not chosen and made planning longer: of 50 convolutions with one image on 8 devices, 24
-    seconds of CPU instead of 14.
+    (space with channels) that were not chosen and made planning longer: of 50 convolutions with one image on 8
+    devices, 24 seconds of CPU instead of 14.
     """
     num_devices, has_axes = math.prod(mesh), sum(size > 1 for size in mesh) > 1
     if not has_axes or any(degree > 1 for _, degree in demands.degrees) or not demands.space:
