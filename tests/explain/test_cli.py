@@ -65,7 +65,7 @@ def test_lengths_of_a_file_make_a_family(capsys: pytest.CaptureFixture[str], tmp
     joined = " ".join(text.split())
     assert "expected step time" in joined
     assert "the best plan for all of them" in joined
-    assert "behind a row's" in joined
+    assert "beyond a row's" in joined
     assert main([TARGET, "--cluster", "2xh100", *QUICK, "--lengths", str(tmp_path / "none.txt")]) == 1
     assert "LengthError: the file of lengths" in capsys.readouterr().err
 
