@@ -21,7 +21,7 @@ from typing import NamedTuple
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
 
-__all__ = ["FusedKernel", "FusedLayer", "fused_layer"]
+__all__ = ["FusedKernel", "FusedLayer", "fused_layer", "rerunning_graph"]
 
 _STATISTICS_SHARE = 4  # a result so many times smaller than what it is made of is kept: it is a statistic
 _UNROLLED = 8  # a sum of fewer elements is no loop of its own
@@ -44,42 +44,84 @@ class FusedLayer:
         graph: its tensors: what is never in memory has no bytes, and nodes save what their backward then reads.
         forward: the kernels made of its ops; ops that are in none have a kernel of their own, views have none.
         backward: likewise of its backward.
-        reruns: those of the named ops whose results backward computes again.
     """
 
     graph: TensorGraph
     forward: tuple[FusedKernel, ...]
     backward: tuple[FusedKernel, ...]
-    reruns: frozenset[str] = frozenset()
 
 
-@lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
-def fused_layer(
-    placed: PlacedLayer, *, fuses_attention: bool, is_training: bool, reruns: frozenset[str] = frozenset()
-) -> FusedLayer:
+def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool) -> FusedLayer:
     """What a compiler makes of a layer under a strategy.
 
     Args:
         placed: the layer.
         fuses_attention: as in `TrainingSpec`.
         is_training: whether it has a backward.
-        reruns: names of ops that backward computes again.
     """
-    graph = tensor_graph(placed, fuses_attention=fuses_attention)
-    reruns = _inside_of_pieces(graph, reruns)
-    saving = _Saving(graph, reruns) if is_training else None
+    return _fused(placed, fuses_attention, is_training).layer
+
+
+def rerunning_graph(
+    placed: PlacedLayer, reruns: frozenset[str], *, fuses_attention: bool
+) -> tuple[TensorGraph, frozenset[str]]:
+    """The tensors of a compiled layer whose backward computes ops of these names again.
+
+    It has the kernels of the layer that names none, but for what these keep to themselves and backward now needs.
+
+    Args:
+        placed: the layer, in training.
+        reruns: names of ops.
+        fuses_attention: as in `TrainingSpec`.
+
+    Returns:
+        The graph, as `FusedLayer` has it, and those of the ops whose results backward computes again.
+    """
+    fused = _fused(placed, fuses_attention, True)
+    reruns = _inside_of_pieces(fused.whole, reruns)
+    return fused.in_memory(_Saving(fused.whole, reruns)), reruns
+
+
+@lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
+def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fused:
+    whole = tensor_graph(placed, fuses_attention=fuses_attention)
+    saving = _Saving(whole) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
-    outputs = {output.key for output in graph.outputs}
-    forward = _kernels(_forward_tasks(graph), kept | outputs, graph.sizes)
-    graph = _in_memory(graph, forward, saving)
+    forward = _kernels(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)
+    graph = _in_memory(whole, forward.inside, saving)
     if saving is None:
-        return FusedLayer(graph, forward.of_ops(graph), ())
+        return _Fused(whole, forward.inside, FusedLayer(graph, forward.of_ops(graph), ()))
     backward = _BackwardTasks(graph)
     tasks, leaving = backward.build()
     joined = _kernels(tasks, leaving, graph.sizes)
-    unseen = {key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms)}
-    graph = _saved_until(_without_gradients(graph, unseen), joined.kernels)
-    return FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph), reruns)
+    unseen = frozenset(key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms))
+    layer = FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
+    fused = _Fused(whole, forward.inside, layer, joined.kernels, unseen)
+    return replace(fused, layer=replace(layer, graph=fused.in_memory(saving)))
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """A compiled layer, and what its graph is made of.
+
+    Args:
+        whole: its tensors if it runs eagerly.
+        inside: of these, what only the kernel of the forward that makes it reads.
+        layer: the layer.
+        backward: the kernels of its backward, of numbers of nodes.
+        unseen: tensors whose gradients are never in memory.
+    """
+
+    whole: TensorGraph
+    inside: frozenset[_Key]
+    layer: FusedLayer
+    backward: tuple[FusedKernel, ...] = ()
+    unseen: frozenset[TensorKey] = frozenset()
+
+    def in_memory(self, saving: _Saving) -> TensorGraph:
+        """The tensors that are in memory if this is kept for backward."""
+        graph = _in_memory(self.whole, self.inside - saving.kept, saving)
+        return _saved_until(_without_gradients(graph, self.unseen), self.backward)
 
 
 # --- kernels
@@ -349,11 +391,11 @@ def _wanted(node: TensorNode) -> tuple[TensorKey, ...]:
     return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
 
 
-def _in_memory(graph: TensorGraph, forward: _Kernels, saving: _Saving | None) -> TensorGraph:
-    """The graph without what is never in memory."""
+def _in_memory(graph: TensorGraph, inside: Set[_Key], saving: _Saving | None) -> TensorGraph:
+    """The graph without what is never in memory, as it is `inside` of kernels."""
     nodes: list[TensorNode] = []
     for number, node in enumerate(graph.nodes):
-        makes = {key: size for key, size in node.makes.items() if key not in forward.inside}
+        makes = {key: size for key, size in node.makes.items() if key not in inside}
         if not node.fuses:
             nodes.append(node)
             continue
@@ -362,7 +404,7 @@ def _in_memory(graph: TensorGraph, forward: _Kernels, saving: _Saving | None) ->
             extra += 8.0 * node.types[1].num_elements
         saves = saving.reads(number, node) if saving else ()
         nodes.append(replace(node, makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=0.0))
-    sizes = {key: size for key, size in graph.sizes.items() if key not in forward.inside}
+    sizes = {key: size for key, size in graph.sizes.items() if key not in inside}
     return replace(graph, nodes=tuple(nodes), sizes=sizes)
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from autopar.program import Op
 from autopar.step.activation_policies import ActivationPolicy, activation_policy, rerun_ops
-from autopar.step.fusion import fused_layer
+from autopar.step.fusion import fused_layer, rerunning_graph
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
 from autopar.step.training import TrainingSpec
@@ -88,13 +88,14 @@ def running_memory(placed: PlacedLayer, policies: Iterable[str], training: Train
         liveness = _Liveness(tensor_graph(placed, fuses_attention=fuses))
         return {name: liveness.memory(activation_policy(name), is_training=trains) for name in policies}
     memory: dict[str, RunningMemory] = {}
-    compiled: dict[frozenset[str], tuple[_Liveness, frozenset[str]]] = {}
+    compiled = _Liveness(fused_layer(placed, fuses_attention=fuses, is_training=trains).graph, is_compiled=True)
+    by_reruns: dict[frozenset[str], tuple[_Liveness, frozenset[str]]] = {frozenset(): (compiled, frozenset())}
     for name in policies:
         named = frozenset(rerun_ops(name) if trains else ())
-        if named not in compiled:
-            fused = fused_layer(placed, fuses_attention=fuses, is_training=trains, reruns=named)
-            compiled[named] = _Liveness(fused.graph, is_compiled=True), fused.reruns
-        liveness, reruns = compiled[named]
+        if named not in by_reruns:
+            graph, reruns = rerunning_graph(placed, named, fuses_attention=fuses)
+            by_reruns[named] = _Liveness(graph, is_compiled=True), reruns
+        liveness, reruns = by_reruns[named]
         memory[name] = liveness.memory(_compiled(activation_policy(name), reruns), is_training=trains)
     return memory
 
