@@ -69,7 +69,7 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/planning.py
 	$(RUN) $(BIN)/python benchmarks/runtime.py
 
-# A sample of the tests with other versions of torch and transformers; writes docs/versions.md.
+# The fast tests with other versions of torch and transformers; writes docs/versions.md.
 matrix: $(READY)
 	$(RUN) $(BIN)/python benchmarks/matrix.py
 
