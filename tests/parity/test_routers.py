@@ -12,6 +12,9 @@ from torch.nn import functional
 from autopar.errors import ConstraintError
 from autopar.ops.experts import EXPERTS
 from autopar.search import SearchRequest, search
+
+pytest.importorskip("transformers.integrations.moe")
+
 from tests.parity.test_experts import NUM_EXPERTS, Routed
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, quick_prices, trained_alone

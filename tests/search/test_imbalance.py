@@ -19,6 +19,9 @@ from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.plan_collectives import plan_collectives
 from autopar.step.pricing import predict
+
+pytest.importorskip("transformers.integrations.moe")
+
 from tests.models import make_mixtral
 from tests.parity.test_experts import subject
 from tests.random_plans import random_plan
