@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
+from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
 
 __all__ = ["FusedKernel", "FusedLayer", "fused_layer", "rerunning_graph"]
 
@@ -348,28 +348,12 @@ class _Saving:
             for each in node.reads:
                 yield from self.sources(each, piece)
 
-    def _is_named(self, key: TensorKey) -> bool:
-        """Whether a strategy names the op that makes a tensor, to run again; moves inside a device run with them."""
-        node = self._maker.get(key)
-        if node is None or not self._reruns:
-            return False
-        return node.op.name in self._reruns if node.op else node.is_local
+    def _runs_again(self, node: TensorNode) -> bool:
+        """Whether a strategy names the op, to run again; moves inside a device run with those that are named."""
+        return bool(self._reruns) and (node.op.name in self._reruns if node.op else node.is_local)
 
     def _origins(self, keys: Iterable[TensorKey]) -> set[TensorKey]:
-        """These tensors, with what they are computed again from in place of those that named ops make."""
-        origins: set[TensorKey] = set()
-        seen: set[TensorKey] = set()
-        waiting = list(keys)
-        while waiting:
-            key = waiting.pop()
-            if key in seen:
-                continue
-            seen.add(key)
-            if self._is_named(key):
-                waiting += self._maker[key].reads
-            else:
-                origins.add(key)
-        return origins
+        return origins(keys, self._maker, self._runs_again)
 
     def _is_rerun(self, node: TensorNode, piece: int) -> bool:
         made, read = node.types[len(node.reads) :], node.types[: len(node.reads)]
@@ -378,7 +362,7 @@ class _Saving:
 
     def _keep(self, key: TensorKey, piece: int) -> None:
         """Keep a tensor, or the tensors to recompute it from if these are no larger."""
-        if self._is_named(key):
+        if key in self._maker and self._runs_again(self._maker[key]):
             self._kept |= self._origins([key])
             return
         sources = self._origins(self.sources(key, piece)) & self._sizes.keys()

@@ -19,7 +19,7 @@ from autopar.program import Op
 from autopar.step.activation_policies import ActivationPolicy, activation_policy, rerun_ops
 from autopar.step.fusion import fused_layer, rerunning_graph
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
+from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
 from autopar.step.training import TrainingSpec
 
 __all__ = ["GradientTally", "RunningMemory", "input_key", "running_memory"]
@@ -181,20 +181,8 @@ class _Liveness:
 
     def _without_rerun(self, wanted: Iterable[TensorKey], policy: ActivationPolicy) -> set[TensorKey]:
         """The tensors to keep so that rerunning ops gives `wanted` again."""
-        maker = {key: node for node in self.graph.nodes for key in node.makes}
-        kept: set[TensorKey] = set()
-        seen: set[TensorKey] = set()
-        waiting = list(wanted)
-        while waiting:
-            key = waiting.pop()
-            if key in seen:
-                continue
-            seen.add(key)
-            if key in maker and _is_rerun(maker[key], policy):
-                waiting += maker[key].reads
-            else:
-                kept.add(key)
-        return kept
+        makers = {key: node for node in self.graph.nodes for key in node.makes}
+        return origins(wanted, makers, lambda node: _is_rerun(node, policy))
 
     def _around_rerun(self, policy: ActivationPolicy) -> set[TensorKey]:
         """What rerun ops read and make, which stays until the forward of an eager layer has run."""

@@ -6,7 +6,7 @@ buffers and constants are not counted, but what is sliced or gathered from them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
 from autopar.step.value_flows import Flow
 
-__all__ = ["GradientTarget", "OutputNode", "TensorGraph", "TensorKey", "TensorNode", "tensor_graph"]
+__all__ = ["GradientTarget", "OutputNode", "TensorGraph", "TensorKey", "TensorNode", "origins", "tensor_graph"]
 
 TensorKey = tuple[str, str, int]
 """A tensor in memory: the value, for which purpose it was made (``"source"``: by an op, or it arrived so), and which
@@ -110,6 +110,25 @@ class TensorGraph:
 def tensor_graph(placed: PlacedLayer, *, fuses_attention: bool) -> TensorGraph:
     """The tensors of a layer; `fuses_attention` as in `TrainingSpec`."""
     return _TensorGraphBuilder(placed, fuses_attention=fuses_attention).build()
+
+
+def origins(
+    keys: Iterable[TensorKey], makers: Mapping[TensorKey, TensorNode], runs_again: Callable[[TensorNode], bool]
+) -> set[TensorKey]:
+    """These tensors, with the tensors to compute them again from in place of those whose maker `runs_again`."""
+    kept: set[TensorKey] = set()
+    seen: set[TensorKey] = set()
+    waiting = list(keys)
+    while waiting:
+        key = waiting.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        if key in makers and runs_again(makers[key]):
+            waiting += makers[key].reads
+        else:
+            kept.add(key)
+    return kept
 
 
 class _Located(NamedTuple):

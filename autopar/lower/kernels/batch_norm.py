@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
+from autopar.lower.kernels.channels import other_dims, per_channel, widened
 
 __all__ = ["batch_norm", "sync_batch_norm"]
 
@@ -78,10 +79,6 @@ def _num_per_channel(x: Tensor) -> int:
     return x.numel() // x.shape[1]
 
 
-def _per_channel(stat: Tensor, x: Tensor) -> Tensor:
-    return stat.view([1, -1] + [1] * (x.ndim - 2))
-
-
 class _SyncBatchNorm(torch.autograd.Function):
     """Returns the result, the mean and the biased variance of the whole batch."""
 
@@ -95,13 +92,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         shards: Shards,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x if x.dtype is torch.float64 else x.float()
+        wide = widened(x)
         mean, var = _whole_statistics(wide, running_mean, shards)
         scale = (var + eps).rsqrt()
         gain = scale if weight is None else scale * weight
-        normed = wide.sub(_per_channel(mean, x)).mul_(_per_channel(gain, x))
+        normed = wide.sub(per_channel(mean, x)).mul_(per_channel(gain, x))
         if bias is not None:
-            normed += _per_channel(bias, x)
+            normed += per_channel(bias, x)
         ctx.save_for_backward(x, mean, scale, *(() if weight is None else (weight,)))
         ctx.shards, ctx.has_bias = shards, bias is not None
         ctx.mark_non_differentiable(mean, var)
@@ -114,13 +111,13 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, mean, scale, *weights = ctx.saved_tensors
         g = gradients[0].to(mean.dtype)
-        centered = x.to(mean.dtype) - _per_channel(mean, x)
-        dims = [dim for dim in range(x.ndim) if dim != 1]
+        centered = x.to(mean.dtype) - per_channel(mean, x)
+        dims = other_dims(x)
         own = torch.stack([g.sum(dims), (g * centered).sum(dims)])
         whole = ctx.shards.all_reduce(own / (_num_per_channel(x) * ctx.shards.count))
         gain = scale * weights[0] if weights else scale
-        centered.mul_(_per_channel(-scale * scale * whole[1], x)).add_(g).sub_(_per_channel(whole[0], x))
-        gradient = centered.mul_(_per_channel(gain, x)).to(x.dtype)
+        centered.mul_(per_channel(-scale * scale * whole[1], x)).add_(g).sub_(per_channel(whole[0], x))
+        gradient = centered.mul_(per_channel(gain, x)).to(x.dtype)
         for_weight = (own[1] * scale).to(weights[0].dtype) if weights else None
         return gradient, for_weight, own[0] if ctx.has_bias else None, None, None, None
 
@@ -131,7 +128,7 @@ def _whole_statistics(x: Tensor, running_mean: Tensor | None, shards: Shards) ->
     The moments that are summed are about a point that every device knows, the running mean: about zero, a
     large mean would cancel the variance.  What is not finite in it, after a bad batch, must not reach this one.
     """
-    dims = [dim for dim in range(x.ndim) if dim != 1]
+    dims = other_dims(x)
     var, mean = torch.var_mean(x, dims, correction=0)
     about = torch.zeros_like(mean) if running_mean is None else running_mean.to(mean.dtype).nan_to_num(0.0, 0.0, 0.0)
     offset = mean - about

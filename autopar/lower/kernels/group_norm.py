@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
+from autopar.lower.kernels.channels import other_dims, per_channel, widened
 
 __all__ = ["space_group_norm"]
 
@@ -53,7 +54,7 @@ class _SpaceGroupNorm(torch.autograd.Function):
         num_groups: int,
         eps: float,
     ) -> Tensor:
-        groups = _in_groups(_wide(x), num_groups)
+        groups = _in_groups(widened(x), num_groups)
         var, mean = torch.var_mean(groups, 2, correction=0)
         whole_mean = shards.all_reduce(mean / shards.count)
         # Moments about the mean: those about zero would cancel where the mean is large.
@@ -61,9 +62,9 @@ class _SpaceGroupNorm(torch.autograd.Function):
         mean, scale = whole_mean, (whole_var + eps).rsqrt()
         normed = ((groups - mean[..., None]) * scale[..., None]).view(x.shape)
         if weight is not None:
-            normed = normed * _per_channel(weight, x)
+            normed = normed * per_channel(weight, x)
         if bias is not None:
-            normed = normed + _per_channel(bias, x)
+            normed = normed + per_channel(bias, x)
         ctx.save_for_backward(x, mean, scale, *(() if weight is None else (weight,)))
         ctx.shards, ctx.num_groups, ctx.bias_dtype = shards, num_groups, None if bias is None else bias.dtype
         return normed.to(x.dtype)
@@ -76,12 +77,12 @@ class _SpaceGroupNorm(torch.autograd.Function):
         x, mean, scale, *weights = ctx.saved_tensors
         gradient = gradients[0].to(mean.dtype)
         normed = (_in_groups(x.to(mean.dtype), ctx.num_groups) - mean[..., None]) * scale[..., None]
-        dims = [dim for dim in range(x.ndim) if dim != 1]
+        dims = other_dims(x)
         for_bias = gradient.sum(dims).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
         for_weight = (gradient * normed.view(x.shape)).sum(dims).to(weights[0].dtype) if weights else None
         if not ctx.needs_input_grad[0]:
             return None, for_weight, for_bias, None, None, None
-        inner = gradient * _per_channel(weights[0], x) if weights else gradient
+        inner = gradient * per_channel(weights[0], x) if weights else gradient
         inner = _in_groups(inner, ctx.num_groups)
         own = torch.stack([inner.sum(2), (inner * normed).sum(2)])
         whole = ctx.shards.all_reduce(own / (inner.shape[2] * ctx.shards.count))
@@ -89,14 +90,6 @@ class _SpaceGroupNorm(torch.autograd.Function):
         return for_x.view(x.shape).to(x.dtype), for_weight, for_bias, None, None, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
-
-
 def _in_groups(x: Tensor, num_groups: int) -> Tensor:
     """``[batch, groups, elements of a group]``."""
     return x.reshape(x.shape[0], num_groups, -1)
-
-
-def _per_channel(weight: Tensor, x: Tensor) -> Tensor:
-    return weight.view([1, -1] + [1] * (x.ndim - 2))
