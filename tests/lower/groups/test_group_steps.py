@@ -37,8 +37,10 @@ EIGHT = {
 STEPS = 5
 
 
-def gradients_of(made: Any) -> dict[str, Tensor]:
-    return {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+def gradients_of(found: Family, made: Any) -> dict[str, Tensor]:
+    own = {n: p.grad for n, p in made.named_parameters()}  # with stages, those of this rank's
+    trained = [n for n, p in found.model.named_parameters() if p.requires_grad]
+    return {n: made._whole(n, own.get(n)) for n in trained}
 
 
 def train(found: Family, talk: Communicator, batches: list[list[dict[str, Tensor]]]) -> Any:
@@ -48,7 +50,7 @@ def train(found: Family, talk: Communicator, batches: list[list[dict[str, Tensor
     for batch in batches:
         loss = loss_of(made(**batch[talk.rank]))
         loss.backward()
-        alone.append((loss.item(), gradients_of(made)))
+        alone.append((loss.item(), gradients_of(found, made)))
         made.zero_grad()
     optimizer = SteadyAdamW(made.parameters())
     losses: list[float] = []
@@ -66,7 +68,8 @@ Mixes = Mapping[str, tuple[list[int], list[int]]]
 
 def batches_of_mixes(found: Family, mixes: Mixes) -> list[list[dict[str, Tensor]]]:
     random = np.random.default_rng(0)
-    return [batches_of(lengths, rooms, found.degrees, random) for lengths, rooms in mixes.values()]
+    stages = found.plan.num_groups
+    return [batches_of(lengths, rooms, found.degrees, random, stages) for lengths, rooms in mixes.values()]
 
 
 def check(found: Family, mixes: Mixes, ranks: list[Any] | None = None) -> None:
@@ -112,6 +115,34 @@ def test_groups_of_eight_ranks_train_as_one_device(asked: str) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
         model.model.norm.weight.requires_grad_(False)
     check(family(model, 8, kinds, asked), EIGHT)
+
+
+# Of two stages with two ranks each.  Rows are microbatches: groups have fewer than there are stages, as many, or more.
+TWO_OF_STAGE = {
+    "mixed": ([1, 8, 3, 7, 8, 2, 4, 4], [8, 4]),
+    "an empty group": ([8, 8, 5], [8, 4]),
+    "a single row with targets": ([5, 1, 1], [8, 4]),
+}
+
+
+def staged(world: int, asked: str, *, is_tied: bool) -> Family:
+    model = small_llama()
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    found = family(model, world, [(2, "tensor=2"), (1, ""), (1, "")], f"pipeline=2 {asked}")
+    assert found.plan.num_groups == 2
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_groups_with_pipeline_stages_train_as_one_device(is_tied: bool) -> None:
+    check(staged(4, "data=2 zero=1", is_tied=is_tied), TWO_OF_STAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["data=4 zero=0", "data=2 tensor=2 zero=2 schedule=1f1b microbatches=2"])
+def test_groups_of_several_ranks_of_a_stage_train_as_one_device(asked: str) -> None:
+    check(staged(8, asked, is_tied="zero=0" in asked), FOUR)
 
 
 def train_process() -> tuple[Any, str]:
@@ -166,7 +197,11 @@ def test_what_ranks_pass_in_another_way_is_an_error_on_all(four: Family) -> None
 def test_lengths_of_rows_say_which_ranks_form_groups() -> None:
     degrees = {16: 4, 8: 2, 4: 1}
     found = read_groups([4, 4, 8, 8, 16, 16, 16, 16], degrees)
-    assert found == (Group(0, 1), Group(1, 1), Group(2, 2), Group(4, 4))
+    assert [(group.start, group.degree) for group in found] == [(0, 1), (1, 1), (2, 2), (4, 4)]
+    assert Group(2, 2, 2, 4).ranks == (2, 3, 6, 7)
+    assert [group.ranks for group in read_groups([4, 8, 8, 4, 4, 8, 8, 4][1:3] * 2, degrees, 2)] == [(0, 1, 2, 3)]
+    with pytest.raises(InputShapeError, match="ranks 0 and 2 have the same place"):
+        read_groups([8, 8, 4, 4], degrees, 2)
     for tokens in ([4, 8, 8, 4], [16] * 3, [8, 8, 16, 16, 16, 16, 4, 4], [8, 4, 4, 4]):
         with pytest.raises(InputShapeError, match="begin at a multiple"):
             read_groups(tokens, degrees)
