@@ -8,12 +8,21 @@ devices leave.  Groups may also have rows of lengths between, of which less is l
 
 Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
 stores them: that, and the optimizer, is what `coupling_seconds` has.
+
+If the plan for all devices has pipeline stages, groups have the same stages: d counts a group's devices of each stage,
+and each row is a microbatch.  Plans are searched for twice as many rows as there are stages, in the schedule 1F1B, in
+which no more rows are in flight for more of them.  r rows are then priced as
+
+    (stages - 1 + r) * the seconds of the slowest stage for a row
+
+and the step between the search's rows and those of a batch is exact only where stages take equally long.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,13 +32,15 @@ from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
-from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import BROADCAST, Axis, Layout, local_shape, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
 from autopar.plan.prediction import GroupRow
 from autopar.planning.splitting import variant_like
-from autopar.program import Program
-from autopar.search import SearchRequest, check_known, reuse_plan, search
+from autopar.program import Layer, Program
+from autopar.schedules import rows_schedule
+from autopar.search import SearchRequest, check_known, reuse_plan, search, stage_constraints
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
@@ -37,7 +48,8 @@ from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
-_NO_STAGES = "pipeline=1"
+_STAGES = "pipeline="  # the one constraint that groups keep: they have the stages of the plan for all devices
+_ROWS_PER_STAGE = 2  # in searches: stages then spend a third of the time waiting (N - 1 of 3 N - 1), as in short steps
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
 _MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
 
@@ -53,14 +65,14 @@ class PlannedGroups:
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
     """Why all devices run the same plan in every step; ``""``: they need not."""
-    if plan.stages:
-        return "it has pipeline stages"
+    if len(plan.stages) > plan.num_groups:
+        return "its device groups have several pipeline stages each"
     if plan.decisions.host_storage:
         return "parameters are stored in the host's memory"
     if program.updates:
         return "the model updates buffers"
-    if set(request.constraints) - {_NO_STAGES}:
-        return f"constraints are of all devices (groups keep {_NO_STAGES!r})"
+    if any(not text.replace(" ", "").startswith(_STAGES) for text in request.constraints):
+        return f"constraints are of all devices (groups keep {_STAGES!r} only)"
     return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
 
 
@@ -86,17 +98,18 @@ def plan_groups(
     """
     planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request, time_layers)
     share = plan.prediction.row.tokens / float(np.mean([batch.sum() for batch in batches]))
-    searched = planner.search(_largest_degree(plan.world_size, share))
+    searched = planner.search(_largest_degree(plan.group_size, share))
     if not searched:
         return PlannedGroups()
     known = dict(searched)
-    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.world_size, batches)
-    made = [(row, known[row]) if row in known else planner.cut(row, searched) for row in chosen]
-    rows, plans = zip(*filter(None, made), strict=True)
-    if len(rows) < 2:
+    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches)
+    made = filter(None, ((row, known[row]) if row in known else planner.cut(row, searched) for row in chosen))
+    groups = [(row, planner.of_one_row(row, found)) for row, found in made]
+    runnable = [(row, GroupPlan(row.tokens, found.decisions)) for row, found in groups if found is not None]
+    if len(runnable) < 2 or groups[0][1] is None:
         return PlannedGroups()
-    groups = tuple(GroupPlan(row.tokens, found.decisions) for row, found in zip(rows, plans, strict=True))
-    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.asked.training))
+    rows, plans = zip(*runnable, strict=True)
+    return PlannedGroups(plans, rows, coupling_seconds(program, plan, prices, planner.asked.training))
 
 
 @dataclass(frozen=True)
@@ -119,16 +132,16 @@ class _GroupPlanner:
         tokens = self.plan.prediction.row.tokens
         while degree and len(found) < _MOST_SEARCHES:
             try:
-                one = self._traced(tokens)
-                best = search(one, degree, self.prices, self.asked)
+                traced = self._traced(tokens, self._rows)
+                best = search(traced, degree * self.plan.num_groups, self.prices, self._asked_of(traced))
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
                 if found:
                     break  # what holds the longest sequence does without smaller groups
-                degree = degree * 2 if self.plan.world_size % (degree * 2) == 0 else 0
+                degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            found.append((self._row(one, best), best))
+            found.append((self._row(traced, best), best))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
@@ -141,22 +154,57 @@ class _GroupPlanner:
         base = min((each for each in searched if each[0].degree == row.degree and each[0].tokens >= row.tokens),
                    key=lambda each: each[0].tokens)[1]  # fmt: skip
         with suppress(ExampleInputsError, TraceError):
-            one = self._traced(row.tokens)
-            found = reuse_plan(base, 1, one, self.prices, self.asked)
-            return None if found is None else (self._row(one, found), found)
+            traced = self._traced(row.tokens, self._rows)
+            found = reuse_plan(base, self._rows, traced, self.prices, self.asked)
+            return None if found is None else (self._row(traced, found), found)
         return None
 
-    def _traced(self, tokens: int) -> Program:
-        # As `CallPlanner` makes it when such a group first runs.
-        return variant_like(self.trace(1, tokens), self.program)
+    def of_one_row(self, row: GroupRow, found: Plan) -> Plan | None:
+        """What runs each row of a group: `found`, which is for as many rows as searches are, for one of them."""
+        if self._rows == 1:
+            return found
+        return reuse_plan(found, self._rows, self._traced(row.tokens, 1), self.prices, self.asked)
 
-    def _row(self, one: Program, found: Plan) -> GroupRow:
-        prices = self.prices if self.time_layers is None else self.time_layers(one, found)
-        cost = check_known(found, one, prices, self.asked).prediction.row
+    @property
+    def _rows(self) -> int:
+        """Those of a group that searches are for."""
+        return _ROWS_PER_STAGE * self.plan.num_groups if self.plan.stages else 1
+
+    def _asked_of(self, traced: Program) -> SearchRequest:
+        if not self.plan.stages:
+            return self.asked
+        stages = stage_constraints(traced, self.program, self.plan)
+        schedule = rows_schedule(self.plan.num_groups, self._rows)
+        own = (*stages, f"schedule={schedule}", f"microbatches={self._rows}")
+        return replace(self.asked, constraints=(*self.asked.constraints, *own), max_microbatches=self._rows)
+
+    def _traced(self, tokens: int, rows: int) -> Program:
+        # As `CallPlanner` makes it when such a group first runs.
+        return variant_like(self.trace(rows, tokens), self.program)
+
+    def _row(self, traced: Program, found: Plan) -> GroupRow:
+        prices = self.prices if self.time_layers is None else self.time_layers(traced, found)
+        known = check_known(found, traced, prices, self.asked)
+        cost, axes = known.prediction.row, describe_usual(found.decisions)
         peak_bytes = _kept_bytes(self.program, self.plan, self.request) + found.peak_memory_bytes
-        row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
-        axes = describe_usual(found.decisions)
+        if found.stages:
+            slowest_s, ratio = _slowest_stage(known)
+            fill_s = (found.num_groups - 1) * slowest_s
+            row_s = ratio * cost.token_s * cost.tokens
+            return GroupRow(found.group_size, cost.tokens, row_s, ratio * cost.pair_s, axes, peak_bytes, fill_s)
+        row_s = cost.token_s * cost.tokens + _adding_s(traced, found, self.prices, self.asked.training)
         return GroupRow(found.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
+
+
+def _slowest_stage(plan: Plan) -> tuple[float, float]:
+    """Seconds of the slowest pipeline stage for a row, each of which is a microbatch, and how many times as long that
+    is as the mean stage needs.
+    """
+    in_step_s = max(sum(plan.costs[layer].in_step_s for layer in layers) for layers in plan.decisions.ranges)
+    count, cost = plan.num_microbatches, plan.prediction.row
+    slowest_s = (plan.step_time_s - in_step_s) / (count + plan.num_groups - 1)
+    mean_s = (plan.step_time_s - cost.step_s - cost.microbatch_s * count) / count
+    return slowest_s, slowest_s / mean_s if mean_s > 0 else 1.0
 
 
 def _largest_degree(world: int, share: float) -> int:
@@ -183,16 +231,17 @@ def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequ
     )
     return replace(
         request, memory_limit_bytes=max(1.0, limit), training=training, constraints=("zero=0",), max_microbatches=1,
-        schedules=None, stored=(), on_final=None, on_considered=None,
+        schedules=request.schedules if plan.stages else None, stored=(), on_final=None, on_considered=None,
     )  # fmt: skip
 
 
 def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     """What the plan for all devices holds between steps, and layers on their way from there and back: one whole,
-    gathered or as terms of gradients, and the next one.
+    gathered or as terms of gradients, and the next one; on the devices of the stage with the most.
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
-    return sum(cost.static_bytes for cost in plan.costs) + 2 * max(layers, default=0.0)
+    held_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
+    return max(held_bytes) + 2 * max(layers, default=0.0)
 
 
 def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
@@ -207,13 +256,32 @@ def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:
 
 def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
     """Seconds to gather parameters whole, from where `plan` of `program` stores them, to reduce whole gradients, layer
-    by layer, and to update parameters.
+    by layer, and to update parameters; on the devices of the stage that need most.
     """
     mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
     layouts = storage_layouts(program, plan, mesh)
+    stages = StageMap(program, plan, 0)
+    of_stages = (
+        sum(plan.costs[layer].optimizer_s for layer in layers)
+        + _moving_s([program.layers[layer] for layer in layers], layouts, mesh, stages, prices, training)
+        for layers in stages.ranges
+    )
+    return max(of_stages)
+
+
+def _moving_s(
+    layers: Sequence[Layer],
+    layouts: Mapping[str, Layout],
+    mesh: tuple[int, ...],
+    stages: StageMap,
+    prices: Prices,
+    training: TrainingSpec,
+) -> float:
+    """Seconds of communication of the parameters of a stage and of their gradients."""
+    program = stages.program
     seen: set[str] = set()
     seconds = 0.0
-    for layer in program.layers:
+    for layer in layers:
         buckets: Counter[tuple[str, Axis]] = Counter()
         for value in layer.state:
             name = program.parameters.get(value, "")
@@ -229,5 +297,10 @@ def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: Tra
             )
             for call in calls:
                 buckets[call.kind, call.axis] += round(call.num_bytes)
+            part = math.prod(local_shape(kept.shape, layouts[name], mesh))
+            if program.values[value].requires_grad:
+                others = len(stages.holders[name]) - 1  # with which gradients are exchanged
+                part_bytes = part * training.storage_itemsize(kept.dtype)
+                seconds += others * prices.collective_s("send", stages.axis, part_bytes) if others else 0.0
         seconds += sum(prices.collective_s(kind, axis, size) for (kind, axis), size in buckets.items())
-    return seconds + sum(cost.optimizer_s for cost in plan.costs)
+    return seconds
