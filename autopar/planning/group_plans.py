@@ -10,12 +10,8 @@ Once a step all devices gather parameters whole and reduce their gradients, from
 stores them: that, and the optimizer, is what `coupling_seconds` has.
 
 If the plan for all devices has pipeline stages, groups have the same stages: d counts a group's devices of each stage,
-and each row is a microbatch.  Plans are searched for twice as many rows as there are stages, in the schedule 1F1B, in
-which no more rows are in flight for more of them.  r rows are then priced as
-
-    (stages - 1 + r) * the seconds of the slowest stage for a row
-
-and the step between the search's rows and those of a batch is exact only where stages take equally long.
+and each row is a microbatch in the schedule 1F1B, in which at most as many rows are in flight as there are stages.  The
+search is for one row; what several rows cost, in seconds and in memory, is the prediction of as many microbatches.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.placement import BROADCAST, Axis, Layout, local_shape, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
-from autopar.plan.prediction import GroupRow
+from autopar.plan.prediction import GroupRow, Prediction
 from autopar.planning.splitting import variant_like
 from autopar.program import Layer, Program
 from autopar.schedules import rows_schedule
@@ -44,12 +40,13 @@ from autopar.search import SearchRequest, check_known, reuse_plan, search, stage
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
+from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
 _STAGES = "pipeline="  # the one constraint that groups keep: they have the stages of the plan for all devices
-_ROWS_PER_STAGE = 2  # in searches: stages then spend a third of the time waiting (N - 1 of 3 N - 1), as in short steps
+_MOST_TRIES = 4  # searches, each with less memory for one row, until the rows in flight fit together
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
 _MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
 
@@ -103,13 +100,12 @@ def plan_groups(
         return PlannedGroups()
     known = dict(searched)
     chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches)
-    made = filter(None, ((row, known[row]) if row in known else planner.cut(row, searched) for row in chosen))
-    groups = [(row, planner.of_one_row(row, found)) for row, found in made]
-    runnable = [(row, GroupPlan(row.tokens, found.decisions)) for row, found in groups if found is not None]
-    if len(runnable) < 2 or groups[0][1] is None:
+    made = [(row, known[row]) if row in known else planner.cut(row, searched) for row in chosen]
+    rows, plans = zip(*filter(None, made), strict=True)
+    if len(rows) < 2:
         return PlannedGroups()
-    rows, plans = zip(*runnable, strict=True)
-    return PlannedGroups(plans, rows, coupling_seconds(program, plan, prices, planner.asked.training))
+    groups = tuple(GroupPlan(row.tokens, found.decisions) for row, found in zip(rows, plans, strict=True))
+    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.asked.training))
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,8 @@ class _GroupPlanner:
         tokens = self.plan.prediction.row.tokens
         while degree and len(found) < _MOST_SEARCHES:
             try:
-                traced = self._traced(tokens, self._rows)
-                best = search(traced, degree * self.plan.num_groups, self.prices, self._asked_of(traced))
+                one = self._traced(tokens)
+                best = self._best(one, degree)
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
@@ -141,7 +137,7 @@ class _GroupPlanner:
                     break  # what holds the longest sequence does without smaller groups
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            found.append((self._row(traced, best), best))
+            found.append((self._row(one, best), best))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
@@ -154,57 +150,72 @@ class _GroupPlanner:
         base = min((each for each in searched if each[0].degree == row.degree and each[0].tokens >= row.tokens),
                    key=lambda each: each[0].tokens)[1]  # fmt: skip
         with suppress(ExampleInputsError, TraceError):
-            traced = self._traced(row.tokens, self._rows)
-            found = reuse_plan(base, self._rows, traced, self.prices, self.asked)
-            return None if found is None else (self._row(traced, found), found)
+            one = self._traced(row.tokens)
+            found = reuse_plan(base, 1, one, self.prices, self.asked)
+            if found is not None and self._excess_bytes(one, found) <= 0:
+                return self._row(one, found), found
         return None
 
-    def of_one_row(self, row: GroupRow, found: Plan) -> Plan | None:
-        """What runs each row of a group: `found`, which is for as many rows as searches are, for one of them."""
-        if self._rows == 1:
-            return found
-        return reuse_plan(found, self._rows, self._traced(row.tokens, 1), self.prices, self.asked)
-
-    @property
-    def _rows(self) -> int:
-        """Those of a group that searches are for."""
-        return _ROWS_PER_STAGE * self.plan.num_groups if self.plan.stages else 1
-
-    def _asked_of(self, traced: Program) -> SearchRequest:
+    def _best(self, one: Program, degree: int) -> Plan:
+        """The best plan for a row on `degree` devices, of each stage if there are stages."""
+        asked = self.asked
         if not self.plan.stages:
-            return self.asked
-        stages = stage_constraints(traced, self.program, self.plan)
-        schedule = rows_schedule(self.plan.num_groups, self._rows)
-        own = (*stages, f"schedule={schedule}", f"microbatches={self._rows}")
-        return replace(self.asked, constraints=(*self.asked.constraints, *own), max_microbatches=self._rows)
+            return search(one, degree, self.prices, asked)
+        num_stages = self.plan.num_groups
+        own = (f"schedule={rows_schedule(num_stages, 1)}", *stage_constraints(one, self.program, self.plan))
+        asked = replace(asked, constraints=(*asked.constraints, *own))
+        for _ in range(_MOST_TRIES):
+            found = search(one, degree * num_stages, self.prices, asked)
+            excess_bytes = self._excess_bytes(one, found)
+            if excess_bytes <= 0:
+                return found
+            room = found.peak_memory_bytes * (1 + asked.memory_error) - excess_bytes / num_stages
+            asked = replace(asked, memory_limit_bytes=max(1.0, room))
+        raise InfeasibleError(f"{num_stages} rows of {one.type_of(one.inputs[0]).shape[1]} tokens don't fit in flight")
 
-    def _traced(self, tokens: int, rows: int) -> Program:
+    def _excess_bytes(self, one: Program, found: Plan) -> float:
+        """By how much the rows that are in flight together may need more memory than there is."""
+        limit = self.asked.memory_limit_bytes
+        assert limit is not None
+        peak_bytes = self._of_rows(one, found, self.prices, found.num_groups).peak_memory_bytes
+        return peak_bytes * (1 + self.asked.memory_error) - limit
+
+    def _of_rows(self, one: Program, found: Plan, prices: Prices, rows: int) -> Prediction:
+        """The prediction of so many rows, each a microbatch."""
+        schedule = rows_schedule(found.num_groups, rows) if found.stages else ""
+        decisions = replace(found.decisions, num_microbatches=rows, schedule=schedule)
+        return predict(one, decisions, prices, self.asked.training, self.asked.schedules)
+
+    def _traced(self, tokens: int) -> Program:
         # As `CallPlanner` makes it when such a group first runs.
-        return variant_like(self.trace(rows, tokens), self.program)
+        return variant_like(self.trace(1, tokens), self.program)
 
-    def _row(self, traced: Program, found: Plan) -> GroupRow:
-        prices = self.prices if self.time_layers is None else self.time_layers(traced, found)
-        known = check_known(found, traced, prices, self.asked)
-        cost, axes = known.prediction.row, describe_usual(found.decisions)
-        peak_bytes = _kept_bytes(self.program, self.plan, self.request) + found.peak_memory_bytes
+    def _row(self, one: Program, found: Plan) -> GroupRow:
+        prices = self.prices if self.time_layers is None else self.time_layers(one, found)
+        cost, axes = check_known(found, one, prices, self.asked).prediction.row, describe_usual(found.decisions)
+        kept_bytes = _kept_bytes(self.program, self.plan, self.request)
         if found.stages:
-            slowest_s, ratio = _slowest_stage(known)
-            fill_s = (found.num_groups - 1) * slowest_s
-            row_s = ratio * cost.token_s * cost.tokens
-            return GroupRow(found.group_size, cost.tokens, row_s, ratio * cost.pair_s, axes, peak_bytes, fill_s)
-        row_s = cost.token_s * cost.tokens + _adding_s(traced, found, self.prices, self.asked.training)
+            return self._staged_row(one, found, prices, kept_bytes)
+        row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
+        peak_bytes = kept_bytes + found.peak_memory_bytes
         return GroupRow(found.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
 
-
-def _slowest_stage(plan: Plan) -> tuple[float, float]:
-    """Seconds of the slowest pipeline stage for a row, each of which is a microbatch, and how many times as long that
-    is as the mean stage needs.
-    """
-    in_step_s = max(sum(plan.costs[layer].in_step_s for layer in layers) for layers in plan.decisions.ranges)
-    count, cost = plan.num_microbatches, plan.prediction.row
-    slowest_s = (plan.step_time_s - in_step_s) / (count + plan.num_groups - 1)
-    mean_s = (plan.step_time_s - cost.step_s - cost.microbatch_s * count) / count
-    return slowest_s, slowest_s / mean_s if mean_s > 0 else 1.0
+    def _staged_row(self, one: Program, found: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
+        few, stages = 2 * found.num_groups, found.decisions.ranges
+        short, long = (self._of_rows(one, found, prices, rows) for rows in (few, 2 * few))
+        slowest_s = (long.step_time_s - short.step_time_s) / few  # of a row, in the stage that the others wait for
+        # `RowCost` has means over stages, of all microbatches of a one-row program.
+        ratio = slowest_s / (short.step_time_s - short.row.step_s)
+        in_step_s = max(sum(short.costs[layer].in_step_s for layer in layers) for layers in stages)
+        return GroupRow(
+            found.group_size,
+            short.row.tokens,
+            ratio * short.row.token_s * short.row.tokens,
+            ratio * short.row.pair_s,
+            describe_usual(found.decisions),
+            kept_bytes + short.peak_memory_bytes,
+            max(0.0, short.step_time_s - in_step_s - few * slowest_s),
+        )
 
 
 def _largest_degree(world: int, share: float) -> int:

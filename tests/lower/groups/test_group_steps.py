@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+import autopar
 from autopar.errors import AutoparError, InputShapeError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.group_layout import Group, read_groups
-from autopar.verify.rehearsal import SteadyAdamW, run_single
-from tests.data.test_balanced import Alone, Documents, small_llama
-from tests.lower.groups.cases import Family, batches_of, family
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.plan import Plan
+from autopar.planning.group_plans import plan_groups, why_no_groups
+from autopar.program import Program
+from autopar.search import SearchRequest, search
+from autopar.verify.rehearsal import SteadyAdamW, keep_double_program, run_single
+from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
+from tests.lower.groups.cases import TOKENS, Family, batches_of, family
 from tests.lower.runs import loss_of
 from tests.ranks import run_ranks
+from tests.zoo import quick_prices
 
 # Lengths of the documents of a step, and tokens of the rows of its groups.
 FOUR = {
@@ -143,6 +151,31 @@ def test_groups_with_pipeline_stages_train_as_one_device(is_tied: bool) -> None:
 @pytest.mark.parametrize("asked", ["data=4 zero=0", "data=2 tensor=2 zero=2 schedule=1f1b microbatches=2"])
 def test_groups_of_several_ranks_of_a_stage_train_as_one_device(asked: str) -> None:
     check(staged(8, asked, is_tied="zero=0" in asked), FOUR)
+
+
+@pytest.mark.slow
+def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
+    model, prices = small_llama(), quick_prices(8)
+
+    def trace(rows: int, tokens: int) -> Program:
+        return keep_double_program(autopar.api.trace_model(model, rows_of_tokens(rows, tokens))).program
+
+    example = rows_of_tokens(8, TOKENS)
+    traced = keep_double_program(autopar.api.trace_model(model, example))
+    request = SearchRequest(constraints=("pipeline=2",), schedules=schedule_actions)
+    plan = search(traced.program, 8, prices, request)
+    assert not why_no_groups(traced.program, plan, request)
+    batches = [np.array(lengths) for lengths, _ in FOUR.values()]
+    planned = plan_groups(traced.program, plan, batches, trace, prices, request)
+    kinds = [(each.degree, each.tokens) for each in planned.rows]
+    assert kinds[0] == (2, TOKENS)
+    assert {(1, 8), (1, 4)} <= {*kinds}
+    assert [(each.decisions.group_size, each.tokens) for each in planned.plans] == kinds
+    assert {each.decisions.num_groups for each in planned.plans} == {2}
+    # Half as many devices of a stage have half as many tokens of a row to compute, and as long to fill the other one.
+    assert all(0 < each.fill_s < 3 * each.row_s for each in planned.rows)
+    plan = Plan.from_json(replace(plan, groups=planned.plans).to_json())
+    check(Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds}), FOUR)
 
 
 def train_process() -> tuple[Any, str]:
