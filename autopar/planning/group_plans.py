@@ -45,7 +45,7 @@ from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
-_STAGES = "pipeline="  # the one constraint that groups keep: they have the stages of the plan for all devices
+_KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that groups keep: they have the plan's stages
 _MOST_TRIES = 4  # searches, each with less memory for one row, until the rows in flight fit together
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
 _MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
@@ -68,8 +68,8 @@ def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
         return "parameters are stored in the host's memory"
     if program.updates:
         return "the model updates buffers"
-    if any(not text.replace(" ", "").startswith(_STAGES) for text in request.constraints):
-        return f"constraints are of all devices (groups keep {_STAGES!r} only)"
+    if any(not text.replace(" ", "").startswith(_KEPT) for text in request.constraints):
+        return f"constraints are of all devices (groups keep only {', '.join(_KEPT)})"
     return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
 
 

@@ -178,6 +178,18 @@ def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
     check(Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds}), FOUR)
 
 
+def train_stages_process() -> Any:
+    """On this process: what `train` gives with pipeline stages and a tied parameter."""
+    found = staged(4, "data=2 zero=1", is_tied=True)
+    return train(found, ProcessGroupCommunicator(), batches_of_mixes(found, TWO_OF_STAGE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_processes_with_pipeline_stages_train_as_one_device() -> None:
+    check(staged(4, "data=2 zero=1", is_tied=True), TWO_OF_STAGE, run_ranks(train_stages_process, 4))
+
+
 def train_process() -> tuple[Any, str]:
     """On this process: what `train` gives, and the error where another rank passes other rows."""
     found = four_ranks()
