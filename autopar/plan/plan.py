@@ -322,7 +322,8 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 
 def _groups(expected: LengthPrediction) -> str:
-    rows = ", ".join(f"{row.tokens:,} tokens on {row.degree} ({row.axes})" for row in expected.groups)
+    where = " of each stage" if any(row.fill_s for row in expected.groups) else ""
+    rows = ", ".join(f"{row.tokens:,} tokens on {row.degree}{where} ({row.axes})" for row in expected.groups)
     peak = size(max(row.peak_bytes for row in expected.groups)).text
     return (
         f"groups of different sizes: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)} "

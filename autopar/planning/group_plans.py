@@ -212,7 +212,7 @@ class _GroupPlanner:
             short.row.tokens,
             ratio * short.row.token_s * short.row.tokens,
             ratio * short.row.pair_s,
-            describe_usual(found.decisions),
+            describe_usual(replace(found.decisions, stages=(), schedule="")),
             kept_bytes + short.peak_memory_bytes,
             max(0.0, short.step_time_s - in_step_s - few * slowest_s),
         )

@@ -172,8 +172,10 @@ def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
     assert {(1, 8), (1, 4)} <= {*kinds}
     assert [(each.decisions.group_size, each.tokens) for each in planned.plans] == kinds
     assert {each.decisions.num_groups for each in planned.plans} == {2}
-    # Half as many devices of a stage have half as many tokens of a row to compute, and as long to fill the other one.
+    # To fill and drain the other stage takes about as long as a row.
     assert all(0 < each.fill_s < 3 * each.row_s for each in planned.rows)
+    assert planned.rows[0].axes.startswith("ZeRO-0")
+    assert not any("PP" in each.axes for each in planned.rows)
     plan = Plan.from_json(replace(plan, groups=planned.plans).to_json())
     check(Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds}), FOUR)
 
