@@ -64,8 +64,8 @@ class Planner:
     _known: KnownLayers = field(default_factory=KnownLayers)
 
     def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
-        """The fastest plan.  Of an alternative to another one only the plan is made: not what else the search looked at,
-        for which it would look at more, nor what another precision or a family for other lengths would bring.
+        """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
+        said of other plans, of another precision, or of other lengths.
 
         Raises:
             InfeasibleError: nothing fits.

@@ -24,9 +24,9 @@ def pack(coefficients: Array, limits: Array) -> tuple[Array, Array]:
         limits: nonnegative.
     """
     rows, columns = coefficients.shape
-    # Rows are scaled to limits of 1; the basis begins with the slack variables.  The last row has the negated gains, and
-    # the last column the limits.  The columns of the basis are unit vectors, so only the others are kept: `outside` says
-    # whose they are.  In a step the column of the variable that enters becomes that of the one that leaves.
+    # Rows are scaled to limits of 1; the basis begins with the slack variables.  The last row has the negated gains,
+    # and the last column the limits.  Columns of the basis are unit vectors, so only the others are kept: `outside`
+    # says whose they are.  In a step the column of the variable that enters becomes that of the one that leaves.
     scale = np.where(limits > 0, limits, 1.0)
     table = np.zeros((rows + 1, columns + 1))
     table[:rows, :columns] = coefficients / scale[:, None]
