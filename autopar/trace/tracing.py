@@ -153,11 +153,13 @@ def trace(
 
 
 def normalise(graph: Graph) -> Graph:
-    """Run `PASSES`, checking the graph after each."""
+    """Run `PASSES`, checking the graph after each that changes it."""
     check(graph)
     for step in PASSES:
-        graph = step(graph)
-        check(graph)
+        made = step(graph)
+        if made is not graph:
+            check(made)
+        graph = made
     return graph
 
 
