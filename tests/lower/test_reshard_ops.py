@@ -7,10 +7,12 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.lower.communication.buckets import start_gather_bucket, start_reduce_bucket
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import (
     apply_backward,
@@ -25,6 +27,7 @@ from autopar.placement import (
     REPLICATE,
     Axis,
     Layout,
+    Placement,
     format_layout,
     mesh_axes,
     reshard,
@@ -122,6 +125,29 @@ def test_slices_of_each_part_on_two_axes(parted: Layout):
     for other in (*PARTED, (shard(0), shard(0)), (BROADCAST, shard(0)), (PARTIAL, PARTIAL)):
         check_reshard(parted, other, (2, 2))
         check_reshard(other, parted, (2, 2))
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS, ids=format_layout)
+def test_compiled_layers_of_all_ranks_have_the_same_ops(src: Placement, dst: Placement):
+    """A compiler decides by the ops what runs forward and what backward: ranks that differ wait for each other forever.
+
+    It folds constants first, so what replaces a tensor on other ranks must depend on the tensor.
+    """
+    steps = reshard((src,), (dst,), (2,))
+    value = torch.randn(SHAPE)
+
+    def trace(rank: int) -> torch.fx.GraphModule:
+        local = split(value, (src,), (2,))[rank]
+        return make_fx(lambda x: reshard_tensor(x, steps, NullCommunicator(2, rank=rank)))(local)
+
+    graphs = [trace(rank) for rank in range(2)]
+    assert len({tuple(node.target for node in graph.graph.nodes) for graph in graphs}) == 1
+    if (src, dst) == (REPLICATE, PARTIAL):
+        first, second = (graph(value) for graph in graphs)
+        torch.testing.assert_close(first, value, rtol=0, atol=0)
+        torch.testing.assert_close(second, torch.zeros_like(value), rtol=0, atol=0)
+        for graph in graphs:
+            assert all(node.users for node in graph.graph.nodes if node.op == "placeholder")
 
 
 def test_what_is_stored_in_slices_of_another_dim_is_exchanged_once():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.communicator import Communicator, TracedCommunicator
 from autopar.placement import Axis, Placement, Step
 
 __all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_move"]
@@ -79,7 +79,13 @@ def _pad(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
 
 
 def _mask(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    return x if move.axis.coordinate(communicator.rank) == 0 else torch.zeros_like(x)
+    is_first = move.axis.coordinate(communicator.rank) == 0
+    if isinstance(communicator, TracedCommunicator):
+        # Every rank traces the same ops.  A compiler would fold plain zeros, and could then run the collectives that
+        # read them in another pass, forward or backward, than on the ranks that read `x`: all would wait forever.
+        keeps = torch.full((), is_first, device=x.device)
+        return torch.where(keeps, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x if is_first else torch.zeros_like(x)
 
 
 def _reorder(x: Tensor, dim: int, rows: int, columns: int) -> Tensor:
