@@ -52,8 +52,10 @@ class PipelineDemands:
     def shapes(
         self, groups: int, num_layers: int, num_microbatches: int, *, has_loss: bool, splits: bool = True
     ) -> Iterator[Shape]:
-        """The ways to run a pipeline on so many device groups; `splits`: there are layers whose backward has two
-        parts.
+        """The ways to run a pipeline on so many device groups.
+
+        Without `splits` no layer has a backward in two parts, as compiled ones.  Schedules that split it gain nothing
+        then, but for those in the form of a V: the first group also has the last stage, which evens out memory.
         """
         few = (rounds for rounds in _ROUNDS if rounds <= _FEW_ROUNDS or rounds * groups * _LONG_STAGE <= num_layers)
         numbers = [self.stages] if self.stages else [rounds * groups for rounds in few]
@@ -68,7 +70,7 @@ class PipelineDemands:
     def _may_run(self, record: PipelineSchedule, *, splits: bool) -> bool:
         if self.schedule:
             return record.name == self.schedule
-        return record.is_searched and (splits or not record.splits_backward)
+        return record.is_searched and (splits or not record.splits_backward or record.is_v_shaped)
 
 
 def pipeline_demands(
