@@ -44,7 +44,7 @@ class StepValues:
     """The values of one step; without stages those of the one stage that all layers make.
 
     Attributes:
-        found: per microbatch, the values that the caller or an update gets, as this rank has them.
+        outputs: per microbatch, the values that the caller or an update gets, as this rank has them.
         differentiable: those of them that a gradient can come for.
         differentiable_inputs: the program's inputs that require a gradient, by value name.
         input_gradients: theirs, as far as backward has come.
@@ -53,7 +53,7 @@ class StepValues:
 
     def __init__(self, executor: Executor, tensors: Sequence[Tensor]) -> None:
         """Nothing has run; `tensors` are the whole batch on every rank."""
-        self.found: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
+        self.outputs: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
         self.differentiable: set[str] = set()
         self._inputs = dict(zip(executor.executable.program.inputs, tensors, strict=True))
         self.differentiable_inputs = {name: x for name, x in self._inputs.items() if x.requires_grad}
@@ -87,11 +87,11 @@ class StepValues:
             self.differentiated = _influences(self._executor.executable.program, gradients)
 
     def results(self) -> dict[str, Tensor]:
-        """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
+        """`outputs`, joined over microbatches, those that are whole from all device groups; they can be read once."""
         executor = self._executor
         results = {name: _whole(self._inputs[name]) for name in executor.kept if name in self._inputs}
-        for name in tuple(self.found[0]):
-            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
+        for name in tuple(self.outputs[0]):
+            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.outputs])
         for name in executor.returned_whole:
             results[name] = executor.share_across_groups(name, results.get(name))
         return results
@@ -121,7 +121,7 @@ class StepValues:
         values = self[action]
         own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
         executor.update_buffers_of_microbatch(own)
-        results = self.found[action.microbatch]
+        results = self.outputs[action.microbatch]
         for name in executor.kept:
             if name in own:
                 results[name] = self._return(name, action, values)
