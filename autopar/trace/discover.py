@@ -31,6 +31,9 @@ MAX_ELEMENTS = 1 << 18
 MAX_CANDIDATES = 256
 """At most so many ways to place the operands are tried."""
 
+_TELLING = (
+    0.25  # of a result are numbers, at least; roots of normal numbers are in a half, masks of short windows seldom
+)
 _SMALL = 64  # only sizes above this are shrunk: a number as small as a head count may mean anything
 _SHRUNK = (24, 36, 48, 60, 72, 84)
 
@@ -100,8 +103,8 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Tri
     is_complex = any(kind.dtype.startswith("complex") for kind in operand_types + result_types)
     if size > MAX_ELEMENTS or not operand_types or is_complex:
         return []
-    for wide in (True, False):
-        trials = [_make_trial(op, operand_types, result_types, seed, wide=wide) for seed in (0, 1)]
+    for wide, positive in product((True, False), (False, True)):  # roots and logarithms want positive numbers
+        trials = [_make_trial(op, operand_types, result_types, seed, wide, positive) for seed in (0, 1)]
         made = [trial for trial in trials if trial is not None]
         if len(made) == 2:
             return made
@@ -125,7 +128,9 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
     return op.map_args(swap), shrunk(operand_types), shrunk(result_types)
 
 
-def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *, wide: bool) -> _Trial | None:
+def _make_trial(
+    op: Op, operand_types: Types, result_types: Types, seed: int, wide: bool, positive: bool
+) -> _Trial | None:
     generator = torch.Generator().manual_seed(seed)
     names = op.operands
 
@@ -134,12 +139,14 @@ def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *,
         return [part for part in returned if isinstance(part, Tensor)]
 
     try:
-        operands = tuple(_draw(kind, generator, wide=wide) for kind in operand_types)
+        operands = tuple(_draw(kind, generator, wide, positive) for kind in operand_types)
         results = call(_leaves(operands, requires_grad=False))
         again = call(_leaves(operands, requires_grad=False))
     except Exception:  # noqa: BLE001  (a foreign op may raise anything; it then runs whole)
         return None
     if [tuple(result.shape) for result in results] != [kind.shape for kind in result_types]:
+        return None
+    if not all(map(_is_telling, results)):
         return None
     tolerance = max((_tolerance(part) for part in (*operands, *results)), default=0.0)
     if not all(_is_close(a, b, tolerance) for a, b in zip(results, again, strict=True)):
@@ -147,15 +154,18 @@ def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *,
     # Backward may do other things with large gradients, such as clip them.
     seeds = tuple(_draw_seed(part, generator, scale=1e6 if seed and wide else 1.0) for part in results)
     gradients = _backward(call, operands, seeds)
+    if not all(map(_is_telling, gradients or ())):
+        return None
     zeros = tuple(torch.zeros_like(part) for part in operands)
     return _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
 
 
-def _draw(kind: TensorType, generator: torch.Generator, *, wide: bool) -> Tensor:
-    """Normal numbers; integers are 0 or 1, which most ops take for an index, a class or a flag."""
+def _draw(kind: TensorType, generator: torch.Generator, wide: bool, positive: bool) -> Tensor:
+    """Normal numbers, or their absolute values; integers are 0 or 1: most ops take them for an index, class or flag."""
     dtype: torch.dtype = getattr(torch, kind.dtype)
     if kind.is_floating:
         drawn = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+        drawn = drawn.abs() if positive else drawn
         return drawn if wide else drawn.to(dtype)
     return torch.randint(0, 2, kind.shape, generator=generator).to(dtype)
 
@@ -322,11 +332,18 @@ def _split(whole: Tensor, placement: Placement, num_slices: int) -> list[Tensor]
     return [whole] * num_slices
 
 
+def _is_telling(result: Tensor) -> bool:
+    """Whether enough of it are numbers: what is NaN or infinite however an op is split says nothing about the split."""
+    finite = torch.isfinite(result.detach())
+    return bool(finite.double().mean() >= _TELLING) if result.numel() else True
+
+
 def _is_close(got: Tensor, want: Tensor, tolerance: float) -> bool:
-    """Equal up to `tolerance` times the largest entry."""
+    """Equal up to `tolerance` times the largest finite entry, with NaN and infinities in the same places."""
     if got.shape != want.shape:
         return False
     if not want.is_floating_point():
         return torch.equal(got, want)
-    scale = max(float(want.detach().abs().max()) if want.numel() else 0.0, 1.0)
+    largest = want.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max() if want.numel() else 0.0
+    scale = max(float(largest), 1.0)
     return torch.allclose(got, want, rtol=0.0, atol=tolerance * scale, equal_nan=True)

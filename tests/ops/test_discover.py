@@ -48,6 +48,9 @@ def _ops():
     define("noise", "(Tensor x) -> Tensor", lambda x: x + torch.rand_like(x))
     define("lookup", "(Tensor table, Tensor ids) -> Tensor", lambda table, ids: table[ids])
     define("forward_only", "(Tensor x) -> Tensor", lambda x: x.cumsum(1), differentiable=False)
+    define("roots", "(Tensor x) -> Tensor", lambda x: x.sqrt())
+    define("mean_root", "(Tensor x) -> Tensor", lambda x: x.sqrt().mean())
+    define("bounded_steps", "(Tensor x) -> Tensor", _bounded_steps)
     define("broken", "(Tensor x) -> Tensor", _refuse)
     define("reshaped", "(Tensor x, int size) -> Tensor", lambda x, size: x.tanh().reshape(-1, size).clone())
     # sums forward, but its backward (which divides by the size it sees) doesn't come from terms
@@ -56,6 +59,10 @@ def _ops():
 
 def _refuse(x: Tensor) -> Tensor:
     raise RuntimeError("not on this device")
+
+
+def _bounded_steps(x: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(x[:1], -torch.inf), x[1:] - x[:-1]])
 
 
 def discover(case: Sample) -> tuple[Option, ...]:
@@ -140,3 +147,13 @@ def test_large_operands_are_shrunk_and_the_extent_is_the_real_one():
     sized = Op("op", "testlib.reshaped.default", (Ref("x"), 4096), (), ("y",))
     tall, wide = TensorType((rows // 64, 4096), "float32"), TensorType((rows // 64, 4096), "float32")
     assert [(o.factor, o.extent) for o in discover_options(sized, (tall,), (wide,)) if o.extent] == [("x0d0", 4096)]
+
+
+def test_an_op_that_is_nan_for_half_of_all_numbers_splits_by_the_other_half():
+    assert shown(sample("testlib.roots.default", x(4, 6))) == {"x0d0 S(0) -> S(0) /4", "x0d1 S(1) -> S(1) /6"}
+
+
+def test_an_op_that_is_nan_or_infinite_is_not_split_by_that():
+    """Any two NaN agree, and a tolerance relative to infinity allows everything: neither says anything of a split."""
+    assert shown(sample("testlib.bounded_steps.default", x(4, 6))) == {"x0d1 S(1) -> S(1) /6", "+ P -> P /0"}
+    assert shown(sample("testlib.mean_root.default", x(4, 6))) == set()
