@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.placement import Placement
 
@@ -221,14 +222,16 @@ class Op:
         """Whether the special kernel of an option communicates."""
         return any(option.collectives for option in self.options)
 
-    def map_args(self, change: Callable[[Arg], Arg]) -> Op:
-        """The op with ``change(arg)`` instead of each argument, and of each entry of arguments that are tuples."""
+    def map_args(self, change: Callable[[Arg], Arg], **fields: Any) -> Op:
+        """The op with ``change(arg)`` instead of each argument, and of each entry of arguments that are tuples; and
+        with other `fields`.
+        """
 
         def visit(arg: Arg) -> Arg:
             return tuple(map(visit, arg)) if isinstance(arg, tuple) else change(arg)
 
         kwargs = tuple((name, visit(arg)) for name, arg in self.kwargs)
-        return replace(self, args=tuple(map(visit, self.args)), kwargs=kwargs)
+        return replace(self, args=tuple(map(visit, self.args)), kwargs=kwargs, **fields)
 
     def reading(self, names: Mapping[str, str]) -> Op:
         """The op reading ``names[n]`` instead of n, for each n that is a key; other operands stay."""

@@ -13,15 +13,23 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 @dataclass(frozen=True)
 class Case:
-    """One planning problem."""
+    """One planning problem; with `again`, planned in one process by `autopar.explain.planner.Planner` without
+    constraints and then under each of these.
+    """
 
     layers: int
     hidden: int
@@ -34,6 +42,7 @@ class Case:
     sequence: int
     peer_cpu_s: float = 0.0
     constraints: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
 
 CASES = {
@@ -47,7 +56,47 @@ CASES = {
     "405b-16384-1f1b": Case(
         126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192, constraints=("pipeline=16", "schedule=1f1b")
     ),
-}
+    "8b-64-again": Case(
+        32, 4096, 14336, 32, 8, 128256, 8, 64, 8192,
+        again=("pipeline=1", "zero=3", "data=8", "tensor=8", "pipeline=2", "recompute=full"),
+    ),
+    "405b-16384-again": Case(
+        126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192, again=("pipeline=1", "zero=0", "pipeline=16")
+    ),
+}  # fmt: skip
+
+
+def config_of(case: Case) -> LlamaConfig:
+    """The model's configuration."""
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    return LlamaConfig(
+        vocab_size=case.vocabulary, hidden_size=case.hidden, intermediate_size=case.ffn, num_hidden_layers=case.layers,
+        num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, max_position_embeddings=case.sequence,
+        dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+def replan(case: Case) -> dict[str, float | str]:
+    """Plan one case in this process, then again under other constraints; CPU seconds, and predicted ones of a step."""
+    import autopar  # noqa: PLC0415
+    from autopar.explain.planner import Planner  # noqa: PLC0415
+    from autopar.explain.question import Question  # noqa: PLC0415
+
+    cluster = autopar.Cluster.of("h100", nodes=case.nodes, devices_per_node=8)
+    question = Question(cluster, batch=case.batch, sequence=case.sequence)
+    row: dict[str, float | str] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        config_of(case).save_pretrained(directory)
+        planner = Planner(str(Path(directory) / "config.json"))
+        planner.model(question)  # its construction is not part of any planning time
+        for text in ("", *case.again):
+            cpu = time.process_time()
+            own = replace(question, constraints=(text,) if text else ())
+            plan = planner.answer(own, is_alternative=True).plan
+            name = text or "trace and free"
+            row[f"{name}: cpu_s"], row[f"{name}: step_s"] = time.process_time() - cpu, plan.step_time_s
+    return row
 
 
 def run_case(case: Case) -> dict[str, float | str]:
@@ -56,11 +105,7 @@ def run_case(case: Case) -> dict[str, float | str]:
 
     import autopar  # noqa: PLC0415
 
-    config = transformers.LlamaConfig(
-        vocab_size=case.vocabulary, hidden_size=case.hidden, intermediate_size=case.ffn, num_hidden_layers=case.layers,
-        num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, max_position_embeddings=case.sequence,
-        dtype="bfloat16",
-    )  # fmt: skip
+    config = config_of(case)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
@@ -91,7 +136,8 @@ def main() -> None:
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_process:
-        sys.stdout.write(json.dumps(run_case(CASES[options.in_process])) + "\n")
+        case = CASES[options.in_process]
+        sys.stdout.write(json.dumps(replan(case) if case.again else run_case(case)) + "\n")
         return
     sys.stdout.write(
         f"# {' '.join(sys.argv)}: torch {torch.__version__}, {platform.processor() or platform.machine()}\n"
@@ -105,9 +151,9 @@ def main() -> None:
             continue
         row = json.loads(done.stdout.splitlines()[-1])
         peer = f", nearest peer {CASES[name].peer_cpu_s:.0f} CPU s" if CASES[name].peer_cpu_s else ""
-        strategies = f"pipeline {row.pop('pipeline')}; {row.pop('strategies')}"
+        strategies = f"\n    pipeline {row.pop('pipeline')}; {row.pop('strategies')}" if "strategies" in row else ""
         figures = ", ".join(f"{key} {value:.3g}" for key, value in row.items())
-        sys.stdout.write(f"{name}: {figures}{peer}\n    {strategies}\n")
+        sys.stdout.write(f"{name}: {figures}{peer}{strategies}\n")
         sys.stdout.flush()
 
 

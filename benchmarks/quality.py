@@ -102,6 +102,11 @@ OF_EXPERTS = (
     "expert=8 pipeline=8", "expert=1",
 )  # fmt: skip
 """Behind those of a grid, for models with experts."""
+OF_MANY_EXPERTS = (
+    "expert=16", "expert=32", "expert=64", "expert=64 pipeline=8", "expert=64 pipeline=16",
+    "expert=8 pipeline=16 microbatches=120",
+)  # fmt: skip
+"""Behind those, for DeepSeek-V3; the last is a microbatch with a row for each device of 15,360 rows on 2048."""
 OF_LONG_ROWS = ("context=8", "context=4 tensor=2", "context=2 tensor=4", "sequence=8", "tensor=8")
 """Behind those of a grid, for rows of more than 8,192 tokens."""
 
@@ -220,6 +225,7 @@ def run_case(name: str, compiled: bool | None, grid: int, more: Sequence[str]) -
     """The free choice, then those of the grid."""
     solve = _solver(CASES[name], compiled)
     own = OF_EXPERTS if grid and CASES[name].model in ("mixtral", "qwen3", "deepseek") else ()
+    own += OF_MANY_EXPERTS if grid and CASES[name].model == "deepseek" else ()
     own += OF_LONG_ROWS if grid and CASES[name].length > 8192 else ()
     for text in ("", *GRID[grid], *own, *more):
         yield solve(text)

@@ -64,7 +64,7 @@ def expected_step(
     planners = [BatchPlanner(plan) for plan in family]
     own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
     for found, batch in zip(own, batches, strict=True):
-        found.append(assign_groups(groups, coupling_s, planners[0].devices, batch) if groups else None)
+        found.append(assign_groups(groups, coupling_s, planners[0].devices_of_stage, batch) if groups else None)
     times_s = np.array([[np.inf if each is None else each.step_time_s for each in found] for found in own])
     chosen: np.ndarray = times_s.argmin(axis=1)
     shares = [float((chosen == place).mean()) for place in range(len(family) + 1)]
@@ -123,9 +123,11 @@ def _parts_of_groups(assignment: Assignment) -> list[float]:
     row_s = np.array([each.row_s for each in assignment.unlike])
     token_s = row_s / np.array([each.tokens for each in assignment.unlike])
     pairs = np.unique(np.stack([assignment.group, assignment.row]), axis=1)[0]
-    rows_s: np.ndarray = np.bincount(pairs, minlength=len(row_s)) * row_s
+    counts: np.ndarray = np.bincount(pairs, minlength=len(row_s))
+    rows_s = counts * row_s
+    fill_s = np.where(counts > 0, np.array([each.fill_s for each in assignment.unlike]), 0.0)
     tokens_s = float((token_s * degrees)[assignment.group] @ assignment.lengths)
-    attention_s = float((assignment.work_s - rows_s) @ degrees)
-    mean_s = float(assignment.work_s @ degrees)
+    attention_s = float((assignment.work_s - rows_s - fill_s) @ degrees)
+    mean_s = float((assignment.work_s - fill_s) @ degrees)
     places_s = float(rows_s @ degrees) - tokens_s
     return [tokens_s, places_s, attention_s, assignment.largest_s - mean_s, assignment.fixed_s]

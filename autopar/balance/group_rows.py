@@ -2,8 +2,9 @@
 
 The step lasts as long as the group with the most work, and what all devices do once a step:
 
-    coupling_s + max over groups g of (rows[g] * row_s[g] + pair_s[g] * sum(n ** 2 of its sequences))
+    coupling_s + max over groups g of (fill_s[g] + rows[g] * row_s[g] + pair_s[g] * sum(n ** 2 of its sequences))
 
+where a group without rows has no `fill_s`, which is 0 unless there are pipeline stages.
 For each way to form groups the longest sequence goes first, to the group that is done with it first, into the fullest
 row with room, or a new one.
 """
@@ -28,7 +29,7 @@ _PLACED, _BEGUN = 2500, 15
 
 def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray) -> Assignment | None:
     """The best assignment found to groups of at least two of these kinds, whose degrees fall; rows of the first hold
-    every sequence.
+    every sequence; `devices` are those of a pipeline stage, if there are any.
 
     None: no such groups have as many devices.
     """
@@ -68,12 +69,14 @@ def _pack(
     sizes = np.array([each.tokens for each in groups])
     row_s = np.array([each.row_s for each in groups])
     pair_s = np.array([each.pair_s for each in groups])
+    fill_s = np.array([each.fill_s for each in groups])
     load, room = np.zeros(len(groups)), np.zeros(len(groups))
     left: list[list[int]] = [[] for _ in groups]
     group, row = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
     for placed, index in enumerate(np.argsort(-tokens, kind="stable")):
         length = int(tokens[index])
         done_s = load + pair_s * float(length) ** 2 + np.where(room < length, row_s, 0.0)
+        done_s += np.where(load > 0, 0.0, fill_s)
         done_s[sizes < length] = np.inf
         own = int(done_s.argmin())
         if done_s[own] >= limit_s:

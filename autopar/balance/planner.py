@@ -67,6 +67,7 @@ class BatchPlanner:
         self.groups = lengths.groups if packs else ()
         self.coupling_s = lengths.coupling_s
         self.devices = plans[0].world_size
+        self.devices_of_stage = plans[0].group_size
         self.limit_bytes = plans[0].memory_limit_bytes / (1 + plans[0].memory_error)
         self.costs = tuple(_group_cost(each) for each in plans)
         if len(plans) > 1:
@@ -97,7 +98,7 @@ class BatchPlanner:
                     best = found
         assert best is not None  # the plan for the longest rows is one of them
         if self.groups and batches == 1:
-            other = assign_groups(self.groups, self.coupling_s, self.devices, tokens)
+            other = assign_groups(self.groups, self.coupling_s, self.devices_of_stage, tokens)
             if other is not None and other.step_time_s < best.step_time_s:
                 return other
         return best

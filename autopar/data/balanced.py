@@ -158,7 +158,7 @@ class _Share:
         imbalance = (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0
         dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)
         if assignment.unlike:
-            group = assignment.group_of(self.device)
+            group = assignment.group_of(self.device % self.planner.devices_of_stage)
             return dealt, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
         return dealt, row.tokens, rank_rows(assignment, self.rank, self.ranks)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.api import trace_model
 from autopar.balance import Lengths
+from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.errors import QuestionError
 from autopar.explain.question import Question
@@ -24,6 +25,7 @@ from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
 from autopar.search.considered_plans import describe_plan
+from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
 
 __all__ = ["Answer", "Planner"]
@@ -43,7 +45,7 @@ class Answer:
 
 @dataclass
 class Planner:
-    """Answers questions about one target.
+    """Answers questions about one target; those about the same cluster share prices and candidates of layers.
 
     Args:
         target: see `autopar.explain.targets.load_target`.
@@ -58,9 +60,12 @@ class Planner:
     _models: dict[tuple[int | None, int | None, bool], ModelTarget] = field(
         default_factory=dict[tuple["int | None", "int | None", bool], ModelTarget]
     )
+    _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
+    _known: KnownLayers = field(default_factory=KnownLayers)
 
     def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
-        """The fastest plan; of an alternative to another one nobody asks what other precisions would bring.
+        """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
+        said of other plans, of another precision, or of other lengths.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -73,7 +78,8 @@ class Planner:
         def keep(final: Plan) -> None:
             considered.append(describe_plan(final))
 
-        request = replace(request, on_considered=considered.append, on_final=keep)
+        if not is_alternative:
+            request = replace(request, on_considered=considered.append, on_final=keep)
         size = question.cluster.world_size
 
         def find(program: Program) -> Plan:
@@ -140,10 +146,18 @@ class Planner:
         memory = None if question.memory is None else read_bytes(question.memory)
         training = training_spec(self.model(question).model, question.optimizer).on_device(question.cluster.device.name)
         request = SearchRequest(
-            memory, training, question.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
-        )
-        measured = self.profile if self.profile is not None and question.cluster.has(self.profile.device) else None
-        return ClusterPrices(question.cluster, measured), request
+            memory, training, question.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR,
+            known=self._known.for_other_constraints(),
+        )  # fmt: skip
+        return self._prices_on(question.cluster), request
+
+    def _prices_on(self, cluster: Cluster) -> ClusterPrices:
+        known = next((each for each in self._prices if each.cluster == cluster), None)
+        if known is None:
+            measured = self.profile if self.profile is not None and cluster.has(self.profile.device) else None
+            known = ClusterPrices(cluster, measured)
+            self._prices.append(known)
+        return known
 
     def _traced_program(self, question: Question) -> tuple[Program, float, Expectations]:
         key = (*question.shapes, question.precision, question.cluster.device.type)

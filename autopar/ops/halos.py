@@ -18,7 +18,7 @@ from autopar.program import Arg, KernelCollective, Op
 
 __all__ = [
     "SPACE_DIMS", "Halo", "Halos", "halo_buffers", "halo_kernels", "halo_of", "nearer_shift", "per_dim", "space_dim",
-    "space_factor", "space_names",
+    "space_factor", "space_names", "transposed_halo_of",
 ]  # fmt: skip
 
 SPACE_DIMS = (2, 3, 4)
@@ -64,6 +64,19 @@ def halo_of(size: int, result: int, kernel: int, stride: int, padding: int, dila
     """The halo of every slice of a dim with `size` rows that becomes `result` rows; None if slices don't match."""
     before, after = padding, dilation * (kernel - 1) + 1 - stride - padding
     return Halo(before, max(0, after), stride) if size == stride * result and result > 1 else None
+
+
+def transposed_halo_of(
+    size: int, result: int, kernel: int, stride: int, padding: int, dilation: int = 1
+) -> Halo | None:
+    """The halo of a transposed convolution, which makes `stride` rows of each row; None if slices don't match.
+
+    Row i of the input adds to the rows i stride - padding + dilation j of the result, for j from 0 to kernel - 1.  So
+    the last row before a slice reaches up to dilation (kernel - 1) - padding - stride rows into it, and the first row
+    after it up to `padding` rows.
+    """
+    before, after = (dilation * (kernel - 1) - padding) // stride, -(-padding // stride)
+    return Halo(max(0, before), after, 1) if result == stride * size and size > 1 else None
 
 
 def per_dim(arg: Arg, count: int, default: int) -> tuple[int, ...]:

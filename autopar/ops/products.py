@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ops.family import OpFamily, RowProduct, Rule, Types, argument, aten
-from autopar.ops.halos import Halo, halo_buffers, halo_kernels, halo_of, per_dim, space_names
+from autopar.ops.family import Buffers, OpFamily, RowProduct, Rule, Types, argument, aten
+from autopar.ops.halos import (
+    Halo,
+    halo_buffers,
+    halo_kernels,
+    halo_of,
+    per_dim,
+    space_names,
+    transposed_halo_of,
+)
 from autopar.ops.work import Work, default_work, floating, sum_bytes
 from autopar.program import Op, TensorType
 
-__all__ = ["FAMILIES", "convolution_halos"]
+__all__ = ["FAMILIES", "convolution_halos", "convolution_line", "work_of_convolution"]
 
 
 # ---------------------------------------------------------------- how they split
@@ -47,7 +56,7 @@ def _einsum(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 def _convolution(op: Op, operand_types: Types, result_types: Types) -> str:
     names, remarks = space_names(convolution_halos(op, operand_types), "halo_convolution")
-    return _convolution_line(operand_types, argument(op, 6, "groups", 1), names, remarks)
+    return convolution_line(operand_types, argument(op, 6, "groups", 1), names, remarks)
 
 
 def convolution_halos(op: Op, operand_types: Types) -> tuple[Halo | None, ...]:
@@ -72,17 +81,42 @@ def convolution_halos(op: Op, operand_types: Types) -> tuple[Halo | None, ...]:
 
 
 def _transposed_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
-    return _transposed_line(operand_types, argument(op, 6, "groups", 1))
+    names, remarks = space_names(_transposed_halos(op, operand_types), "halo_transposed_convolution")
+    return _transposed_line(operand_types, argument(op, 6, "groups", 1), names, remarks)
+
+
+def _transposed_halos(op: Op, operand_types: Types) -> tuple[Halo | None, ...]:
+    """The halo of each spatial dim of ``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d``."""
+    x, weight = (kind.shape for kind in operand_types[:2])
+    count = len(weight) - 2
+    if len(x) != count + 2:  # no batch dim
+        return (None,) * count
+    strides, paddings, added, dilations = (
+        per_dim(argument(op, at, key, default), count, default)
+        for at, key, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+    )
+    kernel = weight[2:]
+    ends = [
+        (size - 1) * s - 2 * p + d * (k - 1) + more + 1
+        for size, k, s, p, more, d in zip(x[2:], kernel, strides, paddings, added, dilations, strict=True)
+    ]
+    return tuple(map(transposed_halo_of, x[2:], ends, kernel, strides, paddings, dilations))
+
+
+def _transposed_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Those of the halo, and the result before the rows beyond the slice are dropped."""
+    halo = halo_buffers(_transposed_halos)(op, operands, results, trains, has_kernel)
+    return replace(halo, forward=halo.forward + results[0].num_bytes) if has_kernel else halo
 
 
 def _general_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
     """(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     if op.args[6] is True:
-        return _transposed_line(operand_types, op.args[8])
-    return _convolution_line(operand_types, op.args[8], ["_"] * (len(operand_types[1].shape) - 2), [])
+        return _transposed_line(operand_types, op.args[8], ["_"] * (len(operand_types[1].shape) - 2), [])
+    return convolution_line(operand_types, op.args[8], ["_"] * (len(operand_types[1].shape) - 2), [])
 
 
-def _convolution_line(operand_types: Types, groups: object, names: list[str], remarks: list[str]) -> str:
+def convolution_line(operand_types: Types, groups: object, names: list[str], remarks: list[str]) -> str:
     """Batch, space, output channels, and input channels (summed) split.  With groups, channels stay whole.
 
     `names` are the factors of spatial dims, `remarks` the kernels that some of them need.
@@ -96,14 +130,15 @@ def _convolution_line(operand_types: Types, groups: object, names: list[str], re
     return f"n c{space}, o c{whole}, +o -> n o{space} | {', '.join(['sum c', *remarks])}"
 
 
-def _transposed_line(operand_types: Types, groups: object) -> str:
-    """As a convolution, but not in space."""
-    whole = " _" * (len(operand_types[1].shape) - 2)
+def _transposed_line(operand_types: Types, groups: object, names: list[str], remarks: list[str]) -> str:
+    """As a convolution, but the weight's dims are input channels and output channels."""
+    whole, space = " _" * len(names), "".join(f" {name}" for name in names)
     if len(operand_types[0].shape) != len(operand_types[1].shape):  # no batch dim
         return f"_{whole}, _ _{whole}, _ -> _{whole}"
     if groups != 1:
-        return f"n _{whole}, _ _{whole}, _ -> n _{whole}"
-    return f"n c{whole}, c o{whole}, +o -> n o{whole} | sum c"
+        tail = f" | {', '.join(remarks)}" if remarks else ""
+        return f"n _{space}, _ _{whole}, _ -> n _{space}{tail}"
+    return f"n c{space}, c o{whole}, +o -> n o{space} | {', '.join(['sum c', *remarks])}"
 
 
 def _recurrent(has_cell: bool) -> Rule:
@@ -191,7 +226,7 @@ def _work_of_added_product(op: Op, operands: Types, results: Types) -> Work:
     return _product(op, operands, results, 2.0 * results[0].num_elements * inner, (1, 2), extents)
 
 
-def _work_of_convolution(op: Op, operands: Types, results: Types) -> Work:
+def work_of_convolution(op: Op, operands: Types, results: Types) -> Work:
     """Each element of the result is a product with one filter of the weight."""
     return _filtered(op, operands, results, results[0].num_elements)
 
@@ -202,7 +237,7 @@ def _work_of_transposed_convolution(op: Op, operands: Types, results: Types) -> 
 
 
 def _work_of_general_convolution(op: Op, operands: Types, results: Types) -> Work:
-    count = _work_of_transposed_convolution if op.args[6] is True else _work_of_convolution
+    count = _work_of_transposed_convolution if op.args[6] is True else work_of_convolution
     return count(op, operands, results)
 
 
@@ -264,7 +299,7 @@ FAMILIES = (
     OpFamily(
         aten({"conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding": _convolution}),
         is_cheap=False,
-        count_work=_work_of_convolution,
+        count_work=work_of_convolution,
         kernels=halo_kernels("halo_convolution", convolution_halos),
         buffers=halo_buffers(convolution_halos),
     ),
@@ -272,6 +307,8 @@ FAMILIES = (
         aten({"conv_transpose1d conv_transpose2d.input conv_transpose3d.input": _transposed_convolution}),
         is_cheap=False,
         count_work=_work_of_transposed_convolution,
+        kernels=halo_kernels("halo_transposed_convolution", _transposed_halos),
+        buffers=_transposed_buffers,
     ),
     OpFamily(aten({"convolution": _general_convolution}), is_cheap=False, count_work=_work_of_general_convolution),
     OpFamily(

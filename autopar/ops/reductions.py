@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
 from autopar.ops.pointwise import another_result
-from autopar.program import Op
+from autopar.program import KernelCollective, Op
 
 __all__ = ["FAMILIES"]
 
@@ -37,7 +38,6 @@ def _histogram(op: Op, operand_types: Types, result_types: Types) -> str:
 _SCANS: Mapping[str, Rule] = {
     "mode": "*, @-1 -> *-@, *-@",
     "kthvalue": "*, #, @-1 -> *-@, *-@",
-    "cumsum": "*, @ -> * | plus 0",
     "cumprod logcumsumexp": "*, @ -> *",
     "cummax cummin": "*, @ -> *, *",
     "topk": "*, #, @-1 -> *, *",
@@ -49,6 +49,24 @@ _SCANS: Mapping[str, Rule] = {
 }
 
 
+def _running_sum(op: Op, operand_types: Types, result_types: Types) -> str:
+    """cumsum(x, dim): the dim splits by a kernel that passes on the totals of slices."""
+    x, dim = operand_types[0], argument(op, 1, "dim")
+    if not x.shape or not isinstance(dim, int) or not x.is_floating or x.dtype != result_types[0].dtype:
+        return "*, @ -> * | plus 0"
+    names = [f"d{each}" for each in range(len(x.shape))]
+    dims = " ".join(names)
+    return f"{dims}, # -> {dims} | plus 0, by {names[dim]} running_sum"
+
+
+def _passed_totals(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """The total of a slice goes round a ring; in backward so does that of its gradient."""
+    x, dim = operands[0], argument(op, 1, "dim")
+    assert isinstance(dim, int)
+    forward = KernelCollective("send", "forward", 0, (dim % len(x.shape),), x.dtype, is_ring=True)
+    return forward, replace(forward, phase="backward", is_of_gradient=True)
+
+
 def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
     """pairwise_distance(x, y, p, eps, keepdim): over the last dim."""
     return "* _, * _ -> * _" if argument(op, 4, "keepdim", False) else "* _, * _ -> *"
@@ -57,6 +75,7 @@ def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
 FAMILIES = (
     OpFamily(aten(_TABLE), fuses=True),
     OpFamily(aten(_SCANS)),
+    OpFamily(aten({"cumsum": _running_sum}), kernels={"running_sum": Kernel(_passed_totals, is_on_one_axis=True)}),
     OpFamily(
         aten(
             {

@@ -1,6 +1,6 @@
-"""Pooling, resizing, padding and rearranging of images.
+"""Pooling, padding and rearranging of images, and resizing that does not split in space.
 
-Batch and channels split; space splits in pooling, in resizing by whole factors to the nearest, and in pixel shuffles.
+Batch and channels split; space splits in pooling, rolls and pixel shuffles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
 from autopar.ops.halos import (
-    SPACE_DIMS,
     Halo,
     halo_buffers,
     halo_kernels,
@@ -70,22 +69,6 @@ def _pool_line(operand_types: Types, names: list[str], remarks: list[str]) -> st
     return f"{dims} -> {dims}" + (f" | {', '.join(remarks)}" if remarks else "")
 
 
-def _nearest(op: Op, operand_types: Types, result_types: Types) -> str:
-    """upsample_nearest(x, sizes, factors): space splits if every row is repeated equally often."""
-    factors = argument(op, 2, "scale_factors")
-    sizes = operand_types[0].shape[2:]
-    is_given = isinstance(factors, tuple) and argument(op, 1, "output_size") is None
-    whole = (
-        [isinstance(f, int | float) and float(f).is_integer() for f in factors] if isinstance(factors, tuple) else []
-    )
-    names = [
-        space_factor(dim) if is_given and whole[dim - SPACE_DIMS[0]] and size > 1 else "_"
-        for dim, size in enumerate(sizes, SPACE_DIMS[0])
-    ]
-    dims = " ".join(["n", "c", *names])
-    return f"{dims} -> {dims}"
-
-
 def _shuffled(op: Op, operand_types: Types, result_types: Types) -> str:
     """pixel_shuffle, pixel_unshuffle: a row becomes several rows, or several rows become one."""
     if len(operand_types[0].shape) != 4:
@@ -137,19 +120,15 @@ _ROLLED_DIMS = (1, 2, 3)
 _POOL_DEFAULTS = ((3, "padding", 0), (4, "dilation", 1))
 _TABLE: Mapping[str, Rule | None] = {
     "avg_pool1d avg_pool2d avg_pool3d": _avg_pool,
-    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec": _nearest,
     "adaptive_avg_pool1d": "* _ -> * _",
     "adaptive_avg_pool2d _adaptive_avg_pool2d": "* _ _ -> * _ _",
     "adaptive_avg_pool3d _adaptive_avg_pool3d": "* _ _ _ -> * _ _ _",
     "adaptive_max_pool1d max_pool1d_with_indices": "* _ -> * _, * _",
     "adaptive_max_pool2d max_pool2d_with_indices": "* _ _ -> * _ _, * _ _",
     "adaptive_max_pool3d max_pool3d_with_indices": "* _ _ _ -> * _ _ _, * _ _ _",
-    "upsample_linear1d.vec": "n c _ -> n c _",
-    "upsample_bilinear2d.vec upsample_bicubic2d.vec": "n c _ _ -> n c _ _",
-    "_upsample_nearest_exact2d.vec upsample_nearest2d": "n c _ _ -> n c _ _",
+    "upsample_nearest2d": "n c _ _ -> n c _ _",
     "upsample_bilinear2d upsample_bicubic2d": "n c _ _ -> n c _ _",
     "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec": "n c _ _ -> n c _ _",
-    "upsample_trilinear3d.vec": "n c _ _ _ -> n c _ _ _",
     "grid_sampler": "n c ..., n ... -> n c ...",
     "grid_sampler_2d": "n c _ _, n _ _ _ -> n c _ _",
     "pixel_shuffle pixel_unshuffle": _shuffled,

@@ -229,11 +229,19 @@ def _decode(text: str) -> Plan:
 
 def _problems(plan: Plan) -> Iterator[str]:
     yield from decision_problems(plan.decisions)
-    if plan.groups and (plan.decisions.stages or plan.decisions.host_storage):
-        yield "groups: a plan with pipeline stages, or with parameters in the host's memory, has none"
+    if plan.groups and plan.decisions.host_storage:
+        yield "groups: a plan with parameters in the host's memory has none"
     for number, group in enumerate(plan.groups):
-        if group.decisions.stages or group.decisions.host_storage:
-            yield f"groups[{number}]: a group has no pipeline stages, and no parameters in the host's memory"
+        own = group.decisions
+        if own.host_storage:
+            yield f"groups[{number}]: a group has no parameters in the host's memory"
+        if len(own.stages) != len(plan.decisions.stages) or own.num_groups != plan.num_groups:
+            yield (
+                f"groups[{number}]: {len(own.stages)} pipeline stages on {own.num_groups} device groups, but "
+                f"decisions has {len(plan.decisions.stages)} on {plan.num_groups}: both must be the same"
+            )
+        elif len(own.stages) > 1 and (own.num_groups != len(own.stages) or own.num_microbatches > 1):
+            yield f"groups[{number}]: with pipeline stages a group has one on each device group, and one microbatch"
         yield from (f"groups[{number}]: {problem}" for problem in decision_problems(group.decisions))
     for number, decisions in enumerate(plan.other_calls):
         yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))
@@ -314,7 +322,8 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 
 def _groups(expected: LengthPrediction) -> str:
-    rows = ", ".join(f"{row.tokens:,} tokens on {row.degree} ({row.axes})" for row in expected.groups)
+    where = " of each stage" if any(row.fill_s for row in expected.groups) else ""
+    rows = ", ".join(f"{row.tokens:,} tokens on {row.degree}{where} ({row.axes})" for row in expected.groups)
     peak = size(max(row.peak_bytes for row in expected.groups)).text
     return (
         f"groups of different sizes: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)} "

@@ -43,6 +43,8 @@ def complete_prediction(prediction: dict[str, Any]) -> None:
         _complete_record(lengths, "static", RowCost())
         for plan in objects_in(lengths.get("plans")):
             _complete_record(plan, "row", RowCost())
+        for group in objects_in(lengths.get("groups")):
+            group.setdefault("fill_s", 0.0)
     for cost in objects_in(prediction.get("costs")):
         for name in _COST:
             cost.setdefault(name, 0.0)

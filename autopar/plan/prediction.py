@@ -176,6 +176,10 @@ class GroupRow:
         pair_s: seconds per pair of tokens of one sequence.
         axes: the parallelism of most layers.
         peak_bytes: peak memory of a device of the group, including what the plan for all devices keeps between steps.
+        fill_s: seconds that a group with any row needs in addition: in which its pipeline stages fill and drain.
+
+    With pipeline stages `degree` counts the devices of each stage, and `row_s` and `pair_s` are those of the slowest
+    stage.
     """
 
     degree: int
@@ -184,6 +188,7 @@ class GroupRow:
     pair_s: float
     axes: str = ""
     peak_bytes: float = 0.0
+    fill_s: float = 0.0
 
 
 @dataclass(frozen=True)

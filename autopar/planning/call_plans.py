@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
+from autopar.errors import ExampleInputsError, InputShapeError, OutputError, PlanMismatchError, TraceError
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
@@ -20,6 +20,7 @@ from autopar.lower.run.attributes import Settings
 from autopar.lower.run.call_executors import MOST_FORMS
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
+from autopar.lower.run.stage_map import StageMap
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
 from autopar.plan.prediction import Prediction
@@ -175,6 +176,7 @@ class CallPlanner:
             traced = self._trace(*call, mode)
             own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
             check_fit(own, traced.program, group.decisions.world_size)
+            _check_stages(StageMap(traced.program, own, 0), StageMap(*self._first, 0))
             made.append(
                 Executable(traced.program, own, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
             )
@@ -372,6 +374,17 @@ class CallPlanner:
             if usable:
                 return min(usable, key=lambda plan: plan.step_time_s)
         return None
+
+
+def _check_stages(group: StageMap, first: StageMap) -> None:
+    """Raise PlanMismatchError unless each device group holds the parameters that its stage of a group reads."""
+    for name, read in group.holders.items():
+        held = first.holders.get(name, ())
+        if not set(read) <= set(held):
+            raise PlanMismatchError(
+                f"in the plan for groups of {group.plan.group_size} devices of each stage, device groups {list(read)} "
+                f"read {name!r}, which is stored on {list(held)}: give the groups the stages of the plan"
+            )
 
 
 def _family_members(plan: Plan, program: Program) -> list[tuple[int, Plan]]:

@@ -8,12 +8,17 @@ devices leave.  Groups may also have rows of lengths between, of which less is l
 
 Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
 stores them: that, and the optimizer, is what `coupling_seconds` has.
+
+If the plan for all devices has pipeline stages, groups have the same stages: d counts a group's devices of each stage,
+and each row is a microbatch in the schedule 1F1B, in which at most as many rows are in flight as there are stages.  The
+search is for one row; what several rows cost, in seconds and in memory, is the prediction of as many microbatches.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,21 +28,25 @@ from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
-from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import BROADCAST, Axis, Layout, local_shape, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
-from autopar.plan.prediction import GroupRow
+from autopar.plan.prediction import GroupRow, Prediction
 from autopar.planning.splitting import variant_like
-from autopar.program import Program
-from autopar.search import SearchRequest, check_known, reuse_plan, search
+from autopar.program import Layer, Program
+from autopar.schedules import rows_schedule
+from autopar.search import SearchRequest, check_known, reuse_plan, search, stage_constraints
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
+from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
-_NO_STAGES = "pipeline=1"
+_KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that groups keep: they have the plan's stages
+_MOST_TRIES = 4  # searches, each with less memory for one row, until the rows in flight fit together
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
 _MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
 
@@ -53,14 +62,14 @@ class PlannedGroups:
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
     """Why all devices run the same plan in every step; ``""``: they need not."""
-    if plan.stages:
-        return "it has pipeline stages"
+    if len(plan.stages) > plan.num_groups:
+        return "its device groups have several pipeline stages each"
     if plan.decisions.host_storage:
         return "parameters are stored in the host's memory"
     if program.updates:
         return "the model updates buffers"
-    if set(request.constraints) - {_NO_STAGES}:
-        return f"constraints are of all devices (groups keep {_NO_STAGES!r})"
+    if any(not text.replace(" ", "").startswith(_KEPT) for text in request.constraints):
+        return f"constraints are of all devices (groups keep only {', '.join(_KEPT)})"
     return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
 
 
@@ -86,11 +95,11 @@ def plan_groups(
     """
     planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request, time_layers)
     share = plan.prediction.row.tokens / float(np.mean([batch.sum() for batch in batches]))
-    searched = planner.search(_largest_degree(plan.world_size, share))
+    searched = planner.search(_largest_degree(plan.group_size, share))
     if not searched:
         return PlannedGroups()
     known = dict(searched)
-    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.world_size, batches)
+    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches)
     made = [(row, known[row]) if row in known else planner.cut(row, searched) for row in chosen]
     rows, plans = zip(*filter(None, made), strict=True)
     if len(rows) < 2:
@@ -120,13 +129,13 @@ class _GroupPlanner:
         while degree and len(found) < _MOST_SEARCHES:
             try:
                 one = self._traced(tokens)
-                best = search(one, degree, self.prices, self.asked)
+                best = self._best(one, degree)
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
                 if found:
                     break  # what holds the longest sequence does without smaller groups
-                degree = degree * 2 if self.plan.world_size % (degree * 2) == 0 else 0
+                degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
             found.append((self._row(one, best), best))
             if degree == 1 or tokens % 2:
@@ -143,8 +152,39 @@ class _GroupPlanner:
         with suppress(ExampleInputsError, TraceError):
             one = self._traced(row.tokens)
             found = reuse_plan(base, 1, one, self.prices, self.asked)
-            return None if found is None else (self._row(one, found), found)
+            if found is not None and self._excess_bytes(one, found) <= 0:
+                return self._row(one, found), found
         return None
+
+    def _best(self, one: Program, degree: int) -> Plan:
+        """The best plan for a row on `degree` devices, of each stage if there are stages."""
+        asked = self.asked
+        if not self.plan.stages:
+            return search(one, degree, self.prices, asked)
+        num_stages = self.plan.num_groups
+        own = (f"schedule={rows_schedule(num_stages, 1)}", *stage_constraints(one, self.program, self.plan))
+        asked = replace(asked, constraints=(*asked.constraints, *own))
+        for _ in range(_MOST_TRIES):
+            found = search(one, degree * num_stages, self.prices, asked)
+            excess_bytes = self._excess_bytes(one, found)
+            if excess_bytes <= 0:
+                return found
+            room = found.peak_memory_bytes * (1 + asked.memory_error) - excess_bytes / num_stages
+            asked = replace(asked, memory_limit_bytes=max(1.0, room))
+        raise InfeasibleError(f"{num_stages} rows of {one.type_of(one.inputs[0]).shape[1]} tokens don't fit in flight")
+
+    def _excess_bytes(self, one: Program, found: Plan) -> float:
+        """By how much the rows that are in flight together may need more memory than there is."""
+        limit = self.asked.memory_limit_bytes
+        assert limit is not None
+        peak_bytes = self._of_rows(one, found, self.prices, found.num_groups).peak_memory_bytes
+        return peak_bytes * (1 + self.asked.memory_error) - limit
+
+    def _of_rows(self, one: Program, found: Plan, prices: Prices, rows: int) -> Prediction:
+        """The prediction of so many rows, each a microbatch."""
+        schedule = rows_schedule(found.num_groups, rows) if found.stages else ""
+        decisions = replace(found.decisions, num_microbatches=rows, schedule=schedule)
+        return predict(one, decisions, prices, self.asked.training, self.asked.schedules)
 
     def _traced(self, tokens: int) -> Program:
         # As `CallPlanner` makes it when such a group first runs.
@@ -152,11 +192,30 @@ class _GroupPlanner:
 
     def _row(self, one: Program, found: Plan) -> GroupRow:
         prices = self.prices if self.time_layers is None else self.time_layers(one, found)
-        cost = check_known(found, one, prices, self.asked).prediction.row
-        peak_bytes = _kept_bytes(self.program, self.plan, self.request) + found.peak_memory_bytes
+        cost, axes = check_known(found, one, prices, self.asked).prediction.row, describe_usual(found.decisions)
+        kept_bytes = _kept_bytes(self.program, self.plan, self.request)
+        if found.stages:
+            return self._staged_row(one, found, prices, kept_bytes)
         row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
-        axes = describe_usual(found.decisions)
+        peak_bytes = kept_bytes + found.peak_memory_bytes
         return GroupRow(found.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
+
+    def _staged_row(self, one: Program, found: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
+        few, stages = 2 * found.num_groups, found.decisions.ranges
+        short, long = (self._of_rows(one, found, prices, rows) for rows in (few, 2 * few))
+        slowest_s = (long.step_time_s - short.step_time_s) / few  # of a row, in the stage that the others wait for
+        # `RowCost` has means over stages, of all microbatches of a one-row program.
+        ratio = slowest_s / (short.step_time_s - short.row.step_s)
+        in_step_s = max(sum(short.costs[layer].in_step_s for layer in layers) for layers in stages)
+        return GroupRow(
+            found.group_size,
+            short.row.tokens,
+            ratio * short.row.token_s * short.row.tokens,
+            ratio * short.row.pair_s,
+            describe_usual(replace(found.decisions, stages=(), schedule="")),
+            kept_bytes + short.peak_memory_bytes,
+            max(0.0, short.step_time_s - in_step_s - few * slowest_s),
+        )
 
 
 def _largest_degree(world: int, share: float) -> int:
@@ -183,16 +242,17 @@ def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequ
     )
     return replace(
         request, memory_limit_bytes=max(1.0, limit), training=training, constraints=("zero=0",), max_microbatches=1,
-        schedules=None, stored=(), on_final=None, on_considered=None,
+        schedules=request.schedules if plan.stages else None, stored=(), on_final=None, on_considered=None,
     )  # fmt: skip
 
 
 def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     """What the plan for all devices holds between steps, and layers on their way from there and back: one whole,
-    gathered or as terms of gradients, and the next one.
+    gathered or as terms of gradients, and the next one; on the devices of the stage with the most.
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
-    return sum(cost.static_bytes for cost in plan.costs) + 2 * max(layers, default=0.0)
+    held_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
+    return max(held_bytes) + 2 * max(layers, default=0.0)
 
 
 def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
@@ -207,13 +267,32 @@ def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:
 
 def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
     """Seconds to gather parameters whole, from where `plan` of `program` stores them, to reduce whole gradients, layer
-    by layer, and to update parameters.
+    by layer, and to update parameters; on the devices of the stage that need most.
     """
     mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
     layouts = storage_layouts(program, plan, mesh)
+    stages = StageMap(program, plan, 0)
+    of_stages = (
+        sum(plan.costs[layer].optimizer_s for layer in layers)
+        + _moving_s([program.layers[layer] for layer in layers], layouts, mesh, stages, prices, training)
+        for layers in stages.ranges
+    )
+    return max(of_stages)
+
+
+def _moving_s(
+    layers: Sequence[Layer],
+    layouts: Mapping[str, Layout],
+    mesh: tuple[int, ...],
+    stages: StageMap,
+    prices: Prices,
+    training: TrainingSpec,
+) -> float:
+    """Seconds of communication of the parameters of a stage and of their gradients."""
+    program = stages.program
     seen: set[str] = set()
     seconds = 0.0
-    for layer in program.layers:
+    for layer in layers:
         buckets: Counter[tuple[str, Axis]] = Counter()
         for value in layer.state:
             name = program.parameters.get(value, "")
@@ -229,5 +308,10 @@ def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: Tra
             )
             for call in calls:
                 buckets[call.kind, call.axis] += round(call.num_bytes)
+            part = math.prod(local_shape(kept.shape, layouts[name], mesh))
+            if program.values[value].requires_grad:
+                others = len(stages.holders[name]) - 1  # with which gradients are exchanged
+                part_bytes = part * training.storage_itemsize(kept.dtype)
+                seconds += others * prices.collective_s("send", stages.axis, part_bytes) if others else 0.0
         seconds += sum(prices.collective_s(kind, axis, size) for (kind, axis), size in buckets.items())
-    return seconds + sum(cost.optimizer_s for cost in plan.costs)
+    return seconds

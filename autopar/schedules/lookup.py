@@ -15,6 +15,7 @@ __all__ = [
     "Shape",
     "find_schedule",
     "register_schedule",
+    "rows_schedule",
     "schedule_names",
     "schedule_problem",
     "simplest_schedule",
@@ -82,6 +83,13 @@ def simplest_schedule(schedule: str, num_groups: int, num_stages: int) -> str:
     records = [record for record in _records.values() if record.is_v_shaped == is_v_shaped]
     legal = [record for record in records if not schedule_problem(record.name, num_groups, num_stages, 1)]
     return min(legal, key=lambda record: record.splits_backward).name if legal else schedule
+
+
+def rows_schedule(num_groups: int, rows: int) -> str:
+    """The schedule in which a group of devices that differs from others runs its rows, one in each microbatch, through
+    one stage on each of `num_groups` device groups: no more rows are in flight than there are stages.
+    """
+    return "gpipe" if schedule_problem("1f1b", num_groups, num_groups, rows) else "1f1b"
 
 
 def _unknown(name: str) -> str:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 __all__ = ["pack"]
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 _MAX_PIVOTS = 3000  # programs of 300 by 300 needed at most 1500 pivots, of 30 us each
 _ZERO = 1e-11  # rounding errors in float64 with rows scaled to limits of 1 are smaller, entries that matter larger
@@ -23,30 +24,34 @@ def pack(coefficients: Array, limits: Array) -> tuple[Array, Array]:
         limits: nonnegative.
     """
     rows, columns = coefficients.shape
-    # Rows are scaled to limits of 1; the basis begins with the slack variables.  The last row has the negated gains.
+    # Rows are scaled to limits of 1; the basis begins with the slack variables.  The last row has the negated gains,
+    # and the last column the limits.  Columns of the basis are unit vectors, so only the others are kept: `outside`
+    # says whose they are.  In a step the column of the variable that enters becomes that of the one that leaves.
     scale = np.where(limits > 0, limits, 1.0)
-    table = np.zeros((rows + 1, columns + rows + 1))
+    table = np.zeros((rows + 1, columns + 1))
     table[:rows, :columns] = coefficients / scale[:, None]
-    table[:rows, columns : columns + rows] = np.eye(rows)
     table[:rows, -1] = limits / scale
     table[rows, :columns] = -1.0
-    basis: npt.NDArray[np.intp] = np.arange(columns, columns + rows, dtype=np.intp)
+    outside: Indices = np.arange(columns, dtype=np.intp)
+    basis: Indices = np.arange(columns, columns + rows, dtype=np.intp)
     for _ in range(_MAX_PIVOTS):
-        entering = int(table[rows, :-1].argmin())
-        if table[rows, entering] >= -_ZERO:
+        gain = float(table[rows, :-1].min())
+        if gain >= -_ZERO:
             break
-        column = table[:rows, entering]
+        entering = min(np.flatnonzero(table[rows, :-1] == gain).tolist(), key=outside.__getitem__)
+        factors = table[:, entering].copy()
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = np.where(column > _ZERO, table[:rows, -1] / column, np.inf)
+            ratios = np.where(factors[:rows] > _ZERO, table[:rows, -1] / factors[:rows], np.inf)
         leaving = int(ratios.argmin())
         if not np.isfinite(ratios[leaving]):
             break
-        basis[leaving] = entering
-        table[leaving] /= table[leaving, entering]
-        factors = table[:, entering].copy()
+        basis[leaving], outside[entering] = outside[entering], basis[leaving]
+        table[:, entering] = 0.0
+        table[leaving, entering] = 1.0
+        table[leaving] /= factors[leaving]
         factors[leaving] = 0.0
         table -= np.outer(factors, table[leaving])
-    gains = np.maximum(table[rows, columns : columns + rows], 0.0) / scale
-    solution = np.zeros(columns + rows)
+    gains, solution = np.zeros((2, columns + rows))
+    gains[outside] = np.maximum(table[rows, :-1], 0.0)
     solution[basis] = table[:rows, -1]
-    return np.maximum(solution[:columns], 0.0), gains
+    return np.maximum(solution[:columns], 0.0), gains[columns:] / scale

@@ -16,7 +16,7 @@ from autopar.search.plan_search import search
 from autopar.search.request import SearchRequest
 from autopar.step.prices import Prices
 
-__all__ = ["plan_like"]
+__all__ = ["plan_like", "stage_constraints"]
 
 # The price of a layer in another stage than the one that held its parameters, on a device group that has them: any
 # positive number, as misplaced layers are counted.
@@ -74,15 +74,24 @@ def _stage_demands(
     program: Program, trained_program: Program, trained: Plan, request: SearchRequest
 ) -> tuple[str, ...]:
     """The constraints that give a plan the stages of `trained`."""
-    cuts = _stage_starts(program, trained_program, trained)
     is_training = request.training.is_training
     schedule = simplest_schedule(trained.schedule, trained.num_groups, len(trained.stages))
     return (
-        f"pipeline={trained.num_groups}",
-        f"cuts={','.join(map(str, cuts))}",
+        *stage_constraints(program, trained_program, trained),
         f"schedule={schedule}",
         *(() if is_training else ("microbatches=1",)),
     )
+
+
+def stage_constraints(program: Program, trained_program: Program, trained: Plan) -> tuple[str, ...]:
+    """The constraints by which each stage of a plan of `program` is on the device group that holds its parameters by
+    `trained`, a plan of `trained_program` with stages.
+
+    Raises:
+        ConstraintError: the layers of `program` don't follow each other as the stages hold their parameters.
+    """
+    cuts = _stage_starts(program, trained_program, trained)
+    return f"pipeline={trained.num_groups}", f"cuts={','.join(map(str, cuts))}"
 
 
 def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ made whole and in pieces, under other constraints.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.search.layer_candidates import LayerCandidate
 
@@ -29,6 +29,12 @@ class KnownLayers:
     _candidates: dict[Hashable, Candidates] = field(default_factory=dict[Hashable, Candidates])
     _memory_prices: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     _alive: dict[int, object] = field(default_factory=dict[int, object])
+
+    def for_other_constraints(self) -> KnownLayers:
+        """What a search under other constraints knows: the same candidates, but not where the best plan was, so that
+        it finds what it finds alone.
+        """
+        return replace(self, numbers=(0, 0), inner_sizes=frozenset())
 
     def candidates(self, same: tuple[object, ...], key: Hashable, make: Callable[[], Candidates]) -> Candidates:
         """The candidates of this key for these same objects; they are made if they are not known."""

@@ -80,12 +80,15 @@ def time_assignment(
 
 
 def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], num_microbatches: int) -> Iterator[str]:
-    inexact = [
-        op
-        for layer in program.layers
-        for op, factor in zip(layer.ops, factors[layer.kind], strict=True)
-        if (option := option_per_microbatch(op)) is not None and option.factor == factor
-    ]
+    places = {
+        layer.kind: [
+            place
+            for place, (op, factor) in enumerate(zip(layer.ops, factors[layer.kind], strict=True))
+            if (option := option_per_microbatch(op)) is not None and option.factor == factor
+        ]
+        for layer in program.kinds
+    }
+    inexact = [layer.ops[place] for layer in program.layers for place in places[layer.kind]]
     if inexact:
         first = inexact[0]
         others = f" and {len(inexact) - 1} more" if len(inexact) > 1 else ""

@@ -79,7 +79,8 @@ def rerunning_graph(
     """
     fused = _fused(placed, fuses_attention, True)
     reruns = _inside_of_pieces(fused.whole, reruns)
-    return fused.in_memory(_Saving(fused.whole, reruns)), reruns
+    saving = _Saving(fused.whole, reruns)
+    return fused.without_gradients(_in_memory(fused.whole, fused.inside - saving.kept, saving)), reruns
 
 
 @lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
@@ -97,7 +98,7 @@ def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fu
     unseen = frozenset(key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms))
     layer = FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
     fused = _Fused(whole, forward.inside, layer, joined.kernels, unseen)
-    return replace(fused, layer=replace(layer, graph=fused.in_memory(saving)))
+    return replace(fused, layer=replace(layer, graph=fused.without_gradients(graph)))  # nothing inside is kept
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,8 @@ class _Fused:
     backward: tuple[FusedKernel, ...] = ()
     unseen: frozenset[TensorKey] = frozenset()
 
-    def in_memory(self, saving: _Saving) -> TensorGraph:
-        """The tensors that are in memory if this is kept for backward."""
-        graph = _in_memory(self.whole, self.inside - saving.kept, saving)
+    def without_gradients(self, graph: TensorGraph) -> TensorGraph:
+        """`graph` without the gradients that are never in memory, and with what its backward reads until it has run."""
         return _saved_until(_without_gradients(graph, self.unseen), self.backward)
 
 
@@ -414,7 +414,8 @@ def _saved_until(graph: TensorGraph, kernels: Sequence[FusedKernel]) -> TensorGr
         if kernel.ops:
             last = min(kernel.ops)
             saves = dict.fromkeys(key for number in (last, *kernel.ops) for key in nodes[number].saves)
-            nodes[last] = replace(nodes[last], saves=tuple(saves))
+            if tuple(saves) != nodes[last].saves:
+                nodes[last] = replace(nodes[last], saves=tuple(saves))
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -220,8 +220,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(torch_internals.intercept_selections(select))
                 patches.enter_context(torch_recording.late_code())
+                patches.enter_context(torch_recording.kept_regions())
+                patches.enter_context(torch_recording.known_sizes())
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
-                torch_internals.inline_grad_regions(exported.graph_module)
+                torch_recording.inline_grad_regions(exported.graph_module)
                 return decompose(exported)
     except AutoparError:
         raise

@@ -124,6 +124,11 @@ class _Body:
     nodes: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes, without numbers: a graph numbers those of one name itself."""
+        return tuple(re.sub(r"_\d+$", "", each.name) for each in self.nodes)
+
 
 def _units(exported: torch.export.ExportedProgram) -> dict[fx.Node, _Unit]:
     """All units by their last op; none if not all ops can be decomposed so."""
@@ -308,9 +313,8 @@ def _insert(
     operands = [known[operand][0] for operand in unit.operands]
     copies = dict(zip(body.operands, operands, strict=True))
     origin = {name: unit.nodes[-1].meta[name] for name in _KEPT_META if name in unit.nodes[-1].meta}
-    for each in body.nodes:
+    for each, name in zip(body.nodes, body.names, strict=True):
         args, kwargs = fx.map_arg((each.args, each.kwargs), copies.__getitem__)
-        name = re.sub(r"_\d+$", "", each.name)  # the graph numbers those of one name through
         copies[each] = graph.create_node(each.op, each.target, args, kwargs, name)
         copies[each].meta = {"val": each.meta["val"], **origin}
     results = iter(body.results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from autopar.ops import RuleMatch, family_of, options_for
 from autopar.ops.derivation import whole_options
@@ -16,33 +17,43 @@ from autopar.trace.saves import SavesMeter
 
 __all__ = ["attach_factors"]
 
+_Call = tuple[str, str, tuple[TensorType, ...], tuple[TensorType, ...]]  # target, arguments, operands, results
+
 
 def attach_factors(graph: Graph) -> Graph:
     """Give every op its options and saves; ops that can't be split get a note."""
     live = differentiable(graph)
     meter = SavesMeter()
     unruled: dict[str, tuple[str, str]] = {}
-    matches: dict[object, tuple[RuleMatch, str]] = {}
+    matches: dict[_Call, tuple[RuleMatch, str]] = {}
+    facts: dict[object, dict[str, Any]] = {}
+
+    def find(op: Op, call: _Call, needs: tuple[bool, ...]) -> dict[str, Any]:
+        _, _, operands, results = call
+        if call not in matches:
+            matches[call] = _match(op, operands, results)
+        match, source = matches[call]
+        saves, extra = meter.saved(op, operands, results, needs)
+        plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
+        options = tuple(_of_needed(option, needs) for option in match.options)
+        return {
+            "options": options, "rule_source": source, "size_args": match.size_args, "is_view": match.is_view,
+            "is_random": family_of(op.target).draws(op), "saves": saves, "saved_extra_bytes": extra,
+            "plain_saves": plain_saves, "plain_saved_extra_bytes": plain_extra,
+        }  # fmt: skip
 
     def step(op: Op) -> list[Op]:
         operands = tuple(graph.types[name] for name in op.operands)
         results = tuple(graph.types[name] for name in op.results)
-        key = (op.target, _shape_of_call(op), operands, results)
-        if key not in matches:
-            matches[key] = _match(op, operands, results)
-        match, source = matches[key]
-        if source != "rule":
-            unruled.setdefault(op.target, (op.source, source))
+        call = (op.target, _shape_of_call(op), operands, results)
         kept = any(name in live for name in op.results)
         needs = tuple(kept and name in live for name in op.operands)
-        saves, extra = meter.saved(op, operands, results, needs)
-        plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
-        options = tuple(_of_needed(option, needs) for option in match.options)
-        return [replace(
-            op, options=options, rule_source=source, size_args=match.size_args, is_view=match.is_view,
-            is_random=family_of(op.target).draws(op), saves=saves, saved_extra_bytes=extra,
-            plain_saves=plain_saves, plain_saved_extra_bytes=plain_extra,
-        )]  # fmt: skip
+        if (call, needs) not in facts:
+            facts[call, needs] = find(op, call, needs)
+        made = replace(op, **facts[call, needs])
+        if made.rule_source != "rule":
+            unruled.setdefault(op.target, (op.source, made.rule_source))
+        return [made]
 
     made = graph.rewrite(step)
     notes = tuple(note for target, (where, source) in unruled.items() for note in _notes(target, where, source))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from autopar.program import Op, TensorType
+from autopar.program import Arg, Op, Ref, TensorType
 
 __all__ = ["Graph", "Names", "call_by", "check", "number_names", "rename"]
 
@@ -89,10 +89,12 @@ class Graph:
     def rewrite(self, step: Callable[[Op], Iterable[Op] | None]) -> Graph:
         """Replace each op by what `step` returns for it (None: keep it)."""
         ops: list[Op] = []
+        is_same = True
         for op in self.ops:
             made = step(op)
+            is_same = is_same and made is None
             ops.extend((op,) if made is None else made)
-        return replace(self, ops=tuple(ops))
+        return self if is_same else replace(self, ops=tuple(ops))
 
     def with_types(self, types: Mapping[str, TensorType]) -> Graph:
         """The same with more values known."""
@@ -149,8 +151,11 @@ def call_by(graph: Graph, names: Mapping[str, str]) -> Graph:
         assert len(renamed) == len(values), f"two of {sorted(values)} get one name"
         return renamed
 
+    def read(arg: Arg) -> Arg:
+        return Ref(new(arg.name)) if isinstance(arg, Ref) else arg
+
     def named(op: Op) -> Op:
-        return replace(op.reading(names), name=new(op.name), results=tuple(map(new, op.results)))
+        return op.map_args(read, name=new(op.name), results=tuple(map(new, op.results)))
 
     return replace(
         graph,

@@ -134,12 +134,15 @@ def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: R
 def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:
     """What is to be done for a call like this; None if it is to be traced again."""
     results, structure = torch_internals.flatten(returned)
-    sources = {*call.operands, *nodes}
-    if not results or not all(_is_copyable(node) and sources.issuperset(node.all_input_nodes) for node in nodes):
-        return None
-    if not all(isinstance(x, Tensor) and recorder.is_ordinary(x) for x in results):
+    if not results or not all(isinstance(x, Tensor) and recorder.is_ordinary(x) for x in results):
         return None
     tensors = cast("list[Tensor]", results)
+    sources = {*call.operands, *nodes}
+    # ``torch.tensor([])`` is a constant, which is taken in (`decompose`); two without elements may be one.
+    is_empty = not call.operands and not any(x.numel() for x in tensors)
+    for node in nodes:
+        if not (is_empty or _is_copyable(node)) or not sources.issuperset(node.all_input_nodes):
+            return None
     memory = {torch_internals.storage_key(x) for x in tensors}
     gives_views = len(memory) < len(tensors) or any(torch_internals.storage_key(x) in memory for x in call.tensors)
     places = {node: place for place, node in enumerate(nodes)}

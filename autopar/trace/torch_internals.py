@@ -46,7 +46,6 @@ __all__ = [
     "flatten",
     "flatten_one_level",
     "gradient_engine",
-    "inline_grad_regions",
     "intercept_autograd_functions",
     "intercept_gradients",
     "intercept_selections",
@@ -182,53 +181,6 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, fake ones included, while it lives."""
     return tensor.untyped_storage()._cdata
-
-
-def inline_grad_regions(module: fx.GraphModule) -> None:
-    """Put the bodies of ``with torch.no_grad()`` regions into the graph, behind a detach of what they read.
-
-    torch.export keeps such a region as a sub-graph, and its decompositions inline it and forget that no
-    gradient leaves it.  After this, "no gradient" is part of the graph's data flow.
-    """
-    for _, sub in list(module.named_children()):
-        if isinstance(sub, fx.GraphModule):
-            inline_grad_regions(sub)
-    for node in list(module.graph.nodes):
-        if is_higher_order(node.target) and node.target.name() == "wrap_with_set_grad_enabled":
-            _inline_region(module, node)
-    module.graph.lint()
-    module.recompile()
-
-
-def _inline_region(module: fx.GraphModule, node: fx.Node) -> None:
-    enabled, body, *operands = node.args
-    assert isinstance(body, fx.Node)
-    sub = module.get_submodule(str(body.target))
-    assert isinstance(sub, fx.GraphModule)
-    graph = module.graph
-    for inner in list(sub.graph.nodes):
-        if inner.op == "get_attr":  # the body of a region in this one, which another of the module may be named like
-            own = f"{body.target}_{inner.target}"
-            module.add_submodule(own, sub.get_submodule(str(inner.target)))
-            inner.target = own
-    with graph.inserting_before(node):
-        read = operands if enabled else [_detached(graph, operand) for operand in operands]
-        names: dict[Any, Any] = dict(zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True))
-        copied: Any = graph.graph_copy(sub.graph, names)
-    results: Sequence[Any] = copied if isinstance(copied, tuple | list) else (copied,)
-    for user in list(node.users):
-        user.replace_all_uses_with(results[int(str(user.args[1]))])  # every user is a getitem
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _detached(graph: fx.Graph, operand: Any) -> Any:
-    value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
-    if not isinstance(value, Tensor) or not value.dtype.is_floating_point or operand.name.startswith("b_"):
-        return operand  # buffers have no gradient, and may be written to in here
-    made = graph.call_function(torch.ops.aten.detach.default, (operand,))
-    made.meta = dict(operand.meta)
-    return made
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

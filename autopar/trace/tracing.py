@@ -16,7 +16,7 @@ from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
 from autopar.step.variants import as_decided
-from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, rewrites
+from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, padding, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -81,6 +81,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     documents.restore_documents,
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
+    padding.join_padding,
     cleanup.drop_dead_ops,
     cleanup.join_written_slices,
     expert_regions.join_experts,
@@ -153,11 +154,13 @@ def trace(
 
 
 def normalise(graph: Graph) -> Graph:
-    """Run `PASSES`, checking the graph after each."""
+    """Run `PASSES`, checking the graph after each that changes it."""
     check(graph)
     for step in PASSES:
-        graph = step(graph)
-        check(graph)
+        made = step(graph)
+        if made is not graph:
+            check(made)
+        graph = made
     return graph
 
 

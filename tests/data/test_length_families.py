@@ -50,7 +50,7 @@ def train(path: str) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.slow
-def test_a_plan_with_stages_has_a_family_without_groups() -> None:
+def test_a_plan_with_stages_has_a_family() -> None:
     model, example = small_llama(), rows_of_tokens(4, 16)
     cluster = autopar.Cluster.of("a100", devices_per_node=4)
     lengths = {16: 1, 8: 3, 2: 40}
@@ -58,11 +58,11 @@ def test_a_plan_with_stages_has_a_family_without_groups() -> None:
     assert plan.stages
     assert plan.other_calls
     assert all(decisions.stages == plan.stages for decisions in plan.other_calls)
-    assert not plan.groups
-    assert "all devices run the same plan in every step: it has pipeline stages" in plan.notes
+    assert not plan.groups  # of two devices for each stage none differ
     data = json.loads(plan.to_json())
-    data["groups"] = [{"tokens": 16, "decisions": data["decisions"]}]
-    with pytest.raises(PlanFormatError, match="groups: a plan with pipeline stages"):
+    other = search(autopar.api.trace_model(model, rows_of_tokens(1, 16)).program, 2, quick_prices(2), SearchRequest())
+    data["groups"] = [{"tokens": 16, "decisions": json.loads(other.to_json())["decisions"]}]
+    with pytest.raises(PlanFormatError, match=r"0 pipeline stages on 1 .* both must be the same"):
         Plan.from_json(json.dumps(data))
 
     traced = autopar.api.trace_model(model, example)

@@ -308,6 +308,50 @@ def _products() -> list[Sample]:
     return found
 
 
+def _padded_convolutions(image: torch.Tensor) -> list[Sample]:
+    """Rows before only, after only, more before than after, none that are needed; every mode, and a dim with both."""
+    calls = (
+        ((3, 3), 1, 1, [1, 1, 2, 0], "constant"), ((3, 3), 1, 1, [0, 0, 2, 0], "constant", 0.5),
+        ((3, 3), 2, 1, [0, 1, 0, 1], "constant"), ((3, 1), 1, 2, [0, 0, 4, 0], "replicate"),
+        ((5, 3), 1, 1, [1, 1, 2, 2], "reflect"), ((3, 3), 1, 1, [1, 1, 1, 1], "circular"),
+        ((5, 3), 1, 1, [1, 1, 3, 1], "replicate"), ((5, 3), 1, 1, [1, 1, 1, 3], "reflect"),
+        ((2, 2), 2, 1, [0, 1, 0, 1], "circular"), ((2, 3), 1, 1, [1, 1, 0, 1], "constant", 2.0),
+    )  # fmt: skip
+    op = "autopar.padded_convolution"
+
+    def call(kernel: tuple[int, int], stride: int, dilation: int, *pad: Any) -> Sample:
+        value = pad[2] if len(pad) > 2 else None
+        rest = [[stride] * 2, [0, 0], [dilation, 1], 1, *pad[:2], value]
+        return sample(op, image, x(3, 2, *kernel), x(3), *rest)
+
+    ones, none, video = [1, 1], [0, 0], [1, 1, 1, 0, 2, 0]
+    return [
+        *(call(*each) for each in calls),
+        sample(op, image, x(3, 2, 3, 3), x(3), ones, none, ones, 1, [0, 0, 1, 1], "constant", 1.0),
+        sample(op, image, x(3, 2, 3, 3), x(3), ones, [0, 1], ones, 1, [0, 0, 2, 0], "replicate", None),
+        sample(op, image, x(3, 2, 3, 3), x(3), ones, [0, 1], ones, 1, [0, 0, 2, 0], "constant", 1.0),
+        sample(op, image, x(3, 2, 3, 3), x(3), ones, ones, ones, 1, [0, 0, 1, 0], "reflect", None),
+        sample(op, image, x(4, 1, 3, 3), None, ones, none, ones, 2, [1, 1, 2, 0], "replicate", None),
+        sample(op, x(1, 2, 12), x(4, 2, 3), None, [1], [0], [1], 1, [2, 0], "constant", None),
+        sample(op, x(1, 2, 4, 6, 4), x(3, 2, 3, 3, 3), x(3), [1, 2, 1], [0] * 3, [1] * 3, 1, video, "replicate", None),
+    ]
+
+
+def _transposed_convolutions(image: torch.Tensor) -> list[Sample]:
+    """Slices that need rows before, after, on both sides, of none, and results that don't match."""
+    calls = (
+        ((4, 4), [2], [1]), ((2, 2), [2]), ((3, 3), [1], [1]), ((3, 3), [2], [1], [1]), ((6, 4), [2], [2, 1]),
+        ((3, 3), [1], [2, 1], [0], 1, [2, 1]), ((7, 3), [3], [2, 0]), ((5, 3), [3], [1, 0]), ((1, 2), [2], [0], [1, 0]),
+        ((3, 3), [2]),
+    )  # fmt: skip
+    return [
+        *(sample("conv_transpose2d.input", image, x(2, 3, *kernel), x(3), *rest) for kernel, *rest in calls),
+        sample("conv_transpose2d.input", image, x(2, 2, 4, 4), x(4), [2], [1], [0], 2),
+        sample("conv_transpose1d", x(1, 2, 12), x(2, 3, 4), None, [2], [1]),
+        sample("conv_transpose3d.input", x(1, 2, 4, 6, 4), x(2, 3, 4, 2, 4), x(3), [2], [1, 0, 1]),
+    ]
+
+
 def _in_space() -> list[Sample]:
     """Calls whose slices in space need halos before, after, on both sides or on none; an even kernel never splits."""
     image = x(1, 2, 12, 6)
@@ -325,11 +369,23 @@ def _in_space() -> list[Sample]:
         sample("conv1d", x(1, 2, 12), x(3, 2, 9), x(3), [1], [4]),
         sample("conv3d", x(1, 2, 4, 6, 4), x(3, 2, 3, 3, 3), x(3), [1, 2, 1], [1]),
         sample("max_pool3d", x(1, 2, 4, 6, 4), [3], [1, 2, 1], [1]),
+        *_padded_convolutions(image),
+        *_transposed_convolutions(image),
         sample("avg_pool2d", image, [3, 2]),
         sample("avg_pool2d", image, [3], [1], [1]),
         sample("avg_pool2d", x(2, 12, 6), [3], [3]),
         sample("upsample_nearest2d.vec", image, None, [2.0, 3.0]),
         sample("upsample_nearest2d.vec", image, None, [1.5, 2.0]),
+        sample("upsample_nearest2d.vec", image, [36, 9], None),
+        sample("_upsample_nearest_exact1d.vec", image[0], None, [3.0]),
+        sample("_upsample_nearest_exact2d.vec", image, None, [3.0, 2.0]),
+        sample("_upsample_nearest_exact3d.vec", x(1, 2, 4, 4, 2), None, [2.0, 1.0, 2.0]),
+        sample("upsample_linear1d.vec", image[0], None, False, [3.0]),
+        sample("upsample_bilinear2d.vec", image, None, False, [2.0, 3.0]),
+        sample("upsample_bilinear2d.vec", image, None, True, [2.0, 2.0]),
+        sample("upsample_bilinear2d.vec", image, [60, 9], False, None),
+        sample("upsample_bicubic2d.vec", image, None, False, [3.0, 2.0]),
+        sample("upsample_trilinear3d.vec", x(1, 2, 4, 6, 4), None, False, [2.0, 1.0, 2.0]),
         sample("group_norm", image, 2),
         sample("roll", x(1, 12, 6, 4), [-2, 1], [1, 2]),
         sample("roll", x(2, 4, 6, 3, 2), [3, 7, 1], [1, -3, 4]),
@@ -426,6 +482,9 @@ def _reductions() -> list[Sample]:
         sample("pairwise_distance", x(4, 6), x(4, 6)),
         sample("pairwise_distance", x(4, 6), x(4, 6), 2.0, 1e-6, True),
         sample("cumsum", x(4, 6), 1),
+        sample("cumsum", x(2, 12, 3), -2),
+        sample("cumsum", ids(3, 4, 6), 1),
+        sample("cumsum", x(4, 6), 1, dtype=torch.float32, tolerance=1e-5),
         sample("cumprod", u(4, 6), 0),
         sample("logcumsumexp", x(4, 6), 1),
         sample("max", x(4, 6)),

@@ -64,6 +64,45 @@ class Video(nn.Module):
         return self.second(hidden).square().mean()
 
 
+class CausalVAE(nn.Module):
+    """A small autoencoder of videos: convolutions that are causal in time, and that pad one side before a stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(2, 4, 3), nn.GroupNorm(2, 4)
+        self.down = nn.Conv3d(4, 4, (1, 3, 3), (1, 2, 2))
+        self.slower = nn.Conv3d(4, 6, (3, 1, 1), (2, 1, 1))
+        self.middle = nn.Conv3d(6, 4, 3, padding=1, padding_mode="reflect")
+        self.up = nn.ConvTranspose3d(4, 4, (2, 4, 4), 2, (0, 1, 1))
+        self.last = nn.Conv3d(4, 2, 3)
+
+    def forward(self, video: Tensor) -> Tensor:
+        hidden = functional.silu(self.norm(self.first(functional.pad(video, (1, 1, 1, 1, 2, 0)))))
+        hidden = self.down(functional.pad(hidden, (0, 1, 0, 1)))
+        hidden = self.slower(functional.pad(hidden, (0, 0, 0, 0, 1, 0), mode="replicate"))
+        hidden = self.up(functional.silu(self.middle(hidden)))
+        hidden = self.last(functional.pad(hidden, (1, 1, 1, 1, 2, 0), mode="replicate"))
+        return functional.mse_loss(hidden, video)
+
+
+class Decoder(nn.Module):
+    """Resizing of every kind that splits in space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.up = (
+            nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+            nn.ConvTranspose2d(4, 3, 3, 2, 1, 1),
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        hidden = functional.interpolate(self.inner(image), scale_factor=2.0, mode="bilinear")
+        hidden = functional.interpolate(hidden.tanh(), scale_factor=2.0, mode="bicubic")
+        rows, columns = hidden.shape[2:]
+        hidden = functional.interpolate(hidden.tanh(), (2 * rows, columns + 1))
+        return self.up(functional.interpolate(hidden, scale_factor=3.0, mode="nearest-exact")).square().mean()
+
+
 @cache
 def subject(name: str) -> Subject:
     torch.manual_seed(0)
@@ -92,6 +131,11 @@ def subject(name: str) -> Subject:
         model, inputs = Stack(), {"image": image, "target": torch.tensor([2])}
     elif name == "unet":
         model, inputs = UNet(), {"image": image}
+    elif name == "decoder":
+        model, inputs = Decoder(), {"image": image[:, :, :16, :3]}
+    elif name in ("vae", "vae-in-time"):
+        sizes = (4, 16, 8) if name == "vae" else (16, 6, 6)
+        model, inputs = CausalVAE(), {"video": torch.randn(1, 2, *sizes, dtype=torch.float64)}
     else:
         model, inputs = Video(), {"video": torch.randn(1, 2, 3, 16, 6, dtype=torch.float64)}
     return trained_alone(model.double().train(), inputs)
@@ -111,17 +155,41 @@ def dims_split(plan: Plan) -> list[set[int]]:
 
 @pytest.mark.parametrize("num_devices", [2, 4])
 @pytest.mark.parametrize(
-    "name", ["stack", "unet", "video", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "resnet"))]
+    "name",
+    [
+        "stack",
+        "unet",
+        "video",
+        "vae",
+        "vae-in-time",
+        "decoder",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "resnet")),
+    ],
 )
 def test_one_image_trains_as_on_one_device(name: str, num_devices: int) -> None:
     plan = plan_of(name, num_devices, f"context={num_devices}")
-    dim = 3 if name == "video" else 2
+    dim = 3 if name in ("video", "vae") else 2
     assert {dim} in dims_split(plan)
     assert all(each <= {dim} for each in dims_split(plan))
     assert_parity(subject(name), plan)
     gathered = [each for each in rehearse(subject(name), plan).collectives[0] if each.kind == "all_gather"]
     # Parameters and the result of the pooling are gathered, nothing as large as the image.
     assert all(each.num_bytes <= _parameter_bytes(name) for each in gathered)
+
+
+@pytest.mark.parametrize("name", ["vae", "vae-in-time"])
+def test_all_convolutions_of_an_autoencoder_of_videos_are_split(name: str) -> None:
+    who, plan = subject(name), plan_of(name, 2, "context=2")
+    convolutions = {
+        (op.name, factor)
+        for each in plan.layers
+        for op, (factor,) in zip(
+            who.traced.program.kinds[each.kind].ops, plan.strategies[each.strategy].assignments, strict=True
+        )
+        if "conv" in op.target
+    }
+    assert len(convolutions) == 6
+    assert {factor for _, factor in convolutions} == {"space3" if name == "vae" else "space2"}
 
 
 def _parameter_bytes(name: str) -> int:

@@ -127,3 +127,21 @@ def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: py
     monkeypatch.setattr(logits, "logits_bytes", lambda _: found.peak_memory_bytes)  # take a noticeable part of it
     assert search_plan(None, search, program(), prices(), SearchRequest(), 2).compiled
     assert not search_plan(False, search, program(), prices(), SearchRequest(), 2).compiled
+
+
+def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_finds_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = SearchRequest(schedules=schedule_actions)
+    search(program(), 4, prices(), replace(first, constraints=("pipeline=2",)))
+    assert first.known.numbers != (0, 0)
+    known = first.known.for_other_constraints()
+    assert known.numbers == (0, 0)
+    search(program(), 4, prices(), replace(first, known=known))
+    made = count_made(monkeypatch)
+    again = replace(first, constraints=("pipeline=1",), known=known.for_other_constraints())
+    shared = search(program(), 4, prices(), again)
+    assert not made
+    alone = search(program(), 4, prices(), SearchRequest(schedules=schedule_actions, constraints=("pipeline=1",)))
+    assert made
+    assert shared.decisions == alone.decisions

@@ -19,6 +19,7 @@ from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.schedules.action_lists import peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
+from autopar.search.pipeline.pipeline_search import dividing_counts
 from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -276,3 +277,21 @@ def test_what_a_backward_in_two_parts_keeps_between_them_is_counted(schedule: st
         costs = [cost for stage in free.stages if stage.group == group for cost in costs_of(free, stage)]
         counted = peak + sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
         assert free.group_peak_bytes(group) <= counted * 1.02  # what is sent and handed on apart
+
+
+@pytest.mark.parametrize(
+    ("batch", "data", "devices", "counts"),
+    [
+        (64, 1, 4, [2, 4, 8, 16, 32]),
+        (8, 1, 64, [2, 4, 8]),
+        (96, 1, 1, [2, 4, 8, 16, 32]),  # a device has rows of each
+        (96, 1, 8, [2, 3, 4, 6, 12, 24]),  # 8 devices share 96 rows in 12 microbatches evenly, and in 8 they don't
+        (96, 8, 8, [2, 3, 4, 6, 12]),  # each device is to have a row
+        (2 * 509, 1, 8, [2]),  # too many
+        (1, 1, 8, []),
+    ],
+)
+def test_microbatches_divide_over_the_devices_of_a_group(
+    batch: int, data: int, devices: int, counts: list[int]
+) -> None:
+    assert dividing_counts(batch, data, devices, 32) == counts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.trace import Traced, capture, repeated_calls, trace
+from autopar.trace import Traced, capture, repeated_calls, torch_recording, trace
 from tests import models
 
 
@@ -229,3 +229,36 @@ def test_blocks_that_are_not_quite_alike(rule, monkeypatch):
     copied, whole, count = both(Blocks(rule), (torch.randn(8, 8, requires_grad=True),), {}, monkeypatch)
     assert count > 3
     assert_same(copied, whole)
+
+
+class Regions(nn.Module):
+    """Regions without gradients, one of them with a region with gradients inside, and empty tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        for _ in range(3):
+            with torch.no_grad():
+                still = y * 2 + self.linear.weight.sum(0)
+                self.count.add_(still.sum(0))
+                with torch.enable_grad():
+                    again = self.linear(still.sin())
+                still = still + again
+            y = torch.cat((torch.tensor([]), y * still + again)) + self.count
+        return y
+
+
+def test_regions_without_gradients_are_those_that_export_cuts_out(monkeypatch):
+    model, x = Regions(), torch.randn(4, 8)
+    kept, traced_all, _ = both(model, (x,), {}, monkeypatch)
+    with monkeypatch.context() as patches:
+        patches.setattr(torch_recording, "kept_regions", contextlib.nullcontext)
+        patches.setattr(torch_recording, "known_sizes", contextlib.nullcontext)
+        cut = trace(model, (x,), {})
+    assert_same(kept, traced_all)
+    assert_same(kept, cut)
+    assert {op.target for layer in cut.program.layers for op in layer.ops} >= {"aten.detach.default"}

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import dtensor_like
+from autopar.lower.compat import dtensor_like, local_part_of
 from autopar.lower.parameters.layer_parameters import LayerParameters, Reduction
 from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.tied_gradients import exchanged_sum
 from autopar.placement import BROADCAST
 from autopar.program import Program
 
@@ -22,16 +24,22 @@ class Coupling:
     """Gathers all parameters once a step, and reduces their gradients, layer by layer in one order on all ranks.
 
     A copy is whole on every rank, and its gradient is a sum of terms: each rank brings what its own group computed.
+    With pipeline stages these are the parameters and the ranks of a stage.
     """
 
-    def __init__(self, program: Program, store: ParameterStore, communicator: Communicator) -> None:
-        """`program` is that of all ranks, whose parameters `store` has."""
+    def __init__(self, program: Program, store: ParameterStore, communicator: Communicator, stages: StageMap) -> None:
+        """`program` is that of all ranks, with its `stages`, whose parameters `store` has."""
+        self._stages = stages
         whole = (BROADCAST,) * len(store.mesh)
+        self._store, self._communicator = store, communicator
         self._layers: list[LayerParameters] = []
         seen: set[str] = set()
         for layer in program.layers:
             read = (program.parameters[name] for name in layer.state if program.values[name].role == "parameter")
-            names = [n for n in dict.fromkeys(store.first_name.get(name, name) for name in read) if n not in seen]
+            first_names = dict.fromkeys(store.first_name.get(name, name) for name in read)
+            names = [n for n in first_names if n not in seen and stages.group in store.stored[n].groups]
+            if not names and stages.is_pipeline:
+                continue
             seen.update(names)
             dtypes = [store.stored[name].dtype for name in names]
             self._layers.append(
@@ -78,6 +86,13 @@ class Coupling:
             under_way.append((layer, reduction))
         if under_way:
             finish()
+        for name in sorted(trained):
+            groups = self._store.stored[name].groups
+            if len(groups) > 1:
+                own = local_part_of(gradients[name])
+                gradients[name] = _as_stored(
+                    exchanged_sum(self._communicator, self._stages, own, groups), trained[name]
+                )
         return gradients
 
 

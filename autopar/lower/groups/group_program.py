@@ -1,4 +1,7 @@
-"""The program of a rank in a group: rows of one length, one after the other, on its own copy of the parameters."""
+"""The program of a rank in a group: rows of one length, one after the other, on its own copy of the parameters.
+
+With pipeline stages each row is a microbatch, so that stages compute different rows at the same time.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,22 @@ from torch import Tensor, nn
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_backward, apply_forward
 from autopar.lower.groups.target_count import count_targets, counting_ops
+from autopar.lower.kernels.random import derive_seed
 from autopar.lower.parameters.skeleton import copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, storage_layouts
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.run_step import run_step
+from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner
 from autopar.placement import BROADCAST, refine_mesh, reshard
+from autopar.step.actions import StepActions
 
 __all__ = ["GroupProgram"]
 
 
 class GroupProgram:
-    """One row on the ranks of a group, by a plan for so many devices.
+    """Rows on the ranks of a group, by a plan of one row for so many devices.
 
     Parameters are here for a step only: `fill` takes them, and `take_term` gives their gradients back.
 
@@ -32,10 +39,16 @@ class GroupProgram:
     """
 
     def __init__(
-        self, executable: Executable, store: ParameterStore, communicator: Communicator, *, compile_layers: bool
+        self,
+        executable: Executable,
+        store: ParameterStore,
+        communicator: Communicator,
+        stages: StageMap,
+        *,
+        compile_layers: bool,
     ) -> None:
-        """`store` is that of all ranks.  Every rank calls it, for every degree in one order, whatever its own groups
-        are to be.
+        """`store` and `stages` are those of all ranks.  Every rank calls it, for every degree in one order, whatever
+        its own groups are to be.
         """
         program, plan = executable.program, executable.plan
         self.executable = executable
@@ -48,18 +61,23 @@ class GroupProgram:
             store.first_name.get(name, name): tuple(p if p.is_shard else BROADCAST for p in layout)
             for name, layout in storage_layouts(program, plan, mesh).items()
         }
-        self._parts = {name: reshard(whole, layout, mesh) for name, layout in layouts.items()}
+        self._parts = {
+            name: reshard(whole, layout, mesh)
+            for name, layout in layouts.items()
+            if stages.group in store.stored[name].groups
+        }
         self._module = nn.Module()
         copy_skeleton(store.module, self._module, _empty, lambda buffer: buffer)
-        stored = {name: replace(x, layout=layouts.get(store.first_name.get(name, name), x.layout), groups=(0,))
+        stored = {name: replace(x, layout=layouts.get(store.first_name.get(name, name), x.layout))
                   for name, x in store.stored.items()}  # fmt: skip
         # Parameters of a group are plain tensors.
         self._store = replace(store, mesh=mesh, module=self._module, stored=stored, has_parts=False)
-        self.executor = Executor(executable, self._store, communicator, compile_layers, plan.world_size)
+        self.executor = Executor(executable, self._store, communicator, compile_layers, stages.plan.group_size)
         self._names: dict[str, list[str]] = {}
         for name, first in store.first_name.items():
             self._names.setdefault(first, []).append(name)
         self._gradients: dict[str, Tensor] = {}
+        self._actions: dict[int, StepActions] = {}  # by rows of a step, with stages
 
     @property
     def is_random(self) -> bool:
@@ -79,10 +97,39 @@ class GroupProgram:
             self._put(name, nn.Parameter(part, requires_grad=name in trained))
         self.executor.begin_step()
 
-    def run(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
-        """The loss of a row, whole on all ranks of the group, times `weight`; its gradients are added to those of rows
-        before it.
+    def run(self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int) -> Tensor | None:
+        """The sum of the losses of rows times their weights, whole on all ranks of the group (with stages on those of
+        the last one, elsewhere None); keeps their gradients for `take_term`.
         """
+        if self.executor.stages.is_pipeline:
+            return self._run_stages(rows, weights, seed)
+        losses = [
+            self._run_row(tensors, weight, derive_seed(seed, number))
+            for number, (tensors, weight) in enumerate(zip(rows, weights, strict=True))
+        ]
+        return torch.stack(losses).sum()
+
+    @torch.enable_grad()
+    def _run_stages(self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int) -> Tensor | None:
+        executor, name = self.executor, self.executable.program.loss
+        actions = self._actions.setdefault(len(rows), executor.row_actions(len(rows)))
+        step = StepRunner(executor, actions, [executor.take_parts(row) for row in rows], seed)
+        like = self.executable.program.type_of(name)
+        dtype: torch.dtype = getattr(torch, like.dtype)
+        one = torch.ones(like.shape, dtype=dtype, device=self._communicator.device)
+        step.begin()
+        step.values.expect({name: one}, weights=weights)
+        step.run(FORWARD | BACKWARD)
+        step.end()
+        self._gradients = {self._store.first_name.get(n, n): x for n, x in step.gradients().items()}
+        if executor.stages.group_of(name) != executor.stages.group:
+            return None
+        losses = [
+            found[name].detach().double() * weight for found, weight in zip(step.values.found, weights, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _run_row(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
         executor, loss_name = self.executor, self.executable.program.loss
         with torch.enable_grad():
             values = run_step(executor, executor.take_parts(tensors), seed)
@@ -93,7 +140,7 @@ class GroupProgram:
         for name, gradient in zip(trained, computed, strict=True):
             total = self._gradients.get(name)
             self._gradients[name] = gradient if total is None else total.add_(gradient)
-        return loss.detach()
+        return loss.detach().double()
 
     def free(self) -> None:
         """Give the parameters up; their gradients stay."""

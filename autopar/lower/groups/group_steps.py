@@ -22,7 +22,7 @@ from autopar.lower.kernels.random import agree_base_seed, derive_seed
 from autopar.lower.run.call_inputs import Call, CallInputs, LocalRows
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.run_step import release_later
+from autopar.lower.run.run_step import release_later, spreading
 from autopar.placement import Axis
 
 __all__ = ["GroupSteps"]
@@ -135,7 +135,8 @@ class GroupSteps:
         known = inputs.numbers_of_ranks(f"the lengths of rows in {kind}", find)
         if all(tokens == known[0][0] for tokens, _, _ in known):
             return opened[0], ()
-        groups = read_groups([tokens for tokens, _, _ in known], self._degrees)
+        stages = self._first.executable.plan.num_groups
+        groups = read_groups([tokens for tokens, _, _ in known], self._degrees, stages)
         for rank, (_, _, form) in enumerate(known):
             if form != known[0][2]:
                 raise InputShapeError(
@@ -154,9 +155,11 @@ class GroupSteps:
 
         def make() -> None:
             made = self._executables(*call, size)
-            self._coupling = Coupling(first.executable.program, first.store, first.communicator)
+            self._coupling = Coupling(first.executable.program, first.store, first.communicator, first.stages)
             self._programs = {
-                tokens: GroupProgram(each, first.store, first.communicator, compile_layers=self._compile_layers)
+                tokens: GroupProgram(
+                    each, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
+                )
                 for tokens, each in zip(self._degrees, made, strict=True)
             }
 
@@ -175,14 +178,14 @@ class GroupSteps:
         program.fill(coupling.gather(), frozenset(trained))
         # One device divides by 0 as well where no target counts.
         loss = torch.full((), 0.0 if total else math.nan, dtype=torch.float64, device=talk.device)
-        for number, row in enumerate(share.rows):
-            if row.targets:
-                own = derive_seed(seed, share.group.start, number)
-                loss = loss + program.run(row.tensors, row.targets / total, own)
+        rows = [row for row in share.rows if row.targets]
+        if rows:
+            weights = [row.targets / total for row in rows]
+            own = program.run([row.tensors for row in rows], weights, derive_seed(seed, share.group.start))
+            if own is not None and talk.rank % self._first.executable.plan.group_size == share.group.start:
+                loss = loss + own
         program.free()
         gradients = coupling.reduce(program.take_term)
-        if talk.rank != share.group.start:
-            loss = torch.zeros_like(loss)
         loss = talk.all_reduce(loss, Axis(talk.world_size, 1))
         return self._outputs(loss, gradients)
 
@@ -194,8 +197,9 @@ class GroupSteps:
         is_half = any(value.type.dtype == "float16" for value in program.values.values())
         trained = coupling.trained
         whole = release_later(
-            loss.to(dtype), [gradients.get(name) for name in trained], list(trained.values()), is_scaled=is_half
-        )
+            loss.to(dtype), [gradients.get(name) for name in trained], list(trained.values()),
+            spreading(self._first), is_scaled=is_half,
+        )  # fmt: skip
         return [whole if name == program.loss else None for name in program.outputs]
 
 
@@ -205,10 +209,17 @@ def _check_rows(groups: Sequence[Group], known: Sequence[int]) -> None:
         for rank in group.ranks:
             if known[rank] != known[group.start]:
                 raise InputShapeError(
-                    f"ranks {group.start} to {group.ranks[-1]} compute rows of one length together, and pass the same "
-                    f"rows, but those of ranks {group.start} and {rank} differ: pass the batches that autopar.balanced "
-                    "gives, with the same loader on every rank"
+                    f"ranks {_listed(group)} compute rows of one length together, and pass the same rows, but those of "
+                    f"ranks {group.start} and {rank} differ: pass the batches that autopar.balanced gives, with the "
+                    "same loader on every rank"
                 )
+
+
+def _listed(group: Group) -> str:
+    """``"0 to 1"``, with stages ``"0 to 1 and 4 to 5"``."""
+    size = group.degree
+    parts = [group.ranks[first : first + size] for first in range(0, len(group.ranks), size)]
+    return " and ".join(f"{part[0]} to {part[-1]}" for part in parts)
 
 
 def _bits(number: float) -> int:

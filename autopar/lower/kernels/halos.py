@@ -22,11 +22,11 @@ from autopar.lower.communication.shards import Shards
 from autopar.ops.halos import SPACE_DIMS, Halo, halo_of, nearer_shift, per_dim
 
 __all__ = [
-    "halo_convolution2", "halo_convolution3", "halo_convolution4", "halo_max_pool2", "halo_max_pool3", "halo_max_pool4",
-    "halo_roll1", "halo_roll2", "halo_roll3", "with_halo",
+    "CONVOLUTIONS", "Numbers", "halo_convolution2", "halo_convolution3", "halo_convolution4", "halo_max_pool2",
+    "halo_max_pool3", "halo_max_pool4", "halo_roll1", "halo_roll2", "halo_roll3", "numbers", "slice_halo", "with_halo",
 ]  # fmt: skip
 
-_CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _MAX_POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 Numbers = int | list[int] | tuple[int, ...]
 
@@ -60,17 +60,17 @@ def _halo_convolution(  # noqa: PLR0913  (its arguments)
     """
     count = x.ndim - 2
     sizes = weight.shape[2:]
-    strides, dilations = _numbers(stride, count, 1), _numbers(dilation, count, 1)
+    strides, dilations = numbers(stride, count, 1), numbers(dilation, count, 1)
     if isinstance(padding, str):
         is_same = padding == "same"
         paddings = [is_same * d * (size - 1) // 2 for d, size in zip(dilations, sizes, strict=True)]
     else:
-        paddings = _numbers(padding, count, 0)
+        paddings = numbers(padding, count, 0)
     place = dim - SPACE_DIMS[0]
-    halo = _halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
+    halo = slice_halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
     paddings[place] = 0
     extended = with_halo(shards, x, dim, halo)
-    return _CONVOLUTIONS[count](extended, weight, bias, strides, paddings, dilations, groups)
+    return CONVOLUTIONS[count](extended, weight, bias, strides, paddings, dilations, groups)
 
 
 def _halo_max_pool(
@@ -100,10 +100,10 @@ def _halo_max_pool(
     if ceil_mode:
         raise ValueError("windows that reach beyond the padding do not split")
     count, place = x.ndim - 2, dim - SPACE_DIMS[0]
-    sizes = _numbers(kernel_size, count, 0)
-    strides = _numbers(stride, count, 0) if stride else list(sizes)
-    paddings, dilations = _numbers(padding, count, 0), _numbers(dilation, count, 1)
-    halo = _halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
+    sizes = numbers(kernel_size, count, 0)
+    strides = numbers(stride, count, 0) if stride else list(sizes)
+    paddings, dilations = numbers(padding, count, 0), numbers(dilation, count, 1)
+    halo = slice_halo(shards, x.shape[dim], sizes[place], strides[place], paddings[place], dilations[place])
     paddings[place] = 0
     extended = with_halo(shards, x, dim, halo, fill=-math.inf)
     return _MAX_POOLS[count](extended, sizes, strides, paddings, dilations)
@@ -161,11 +161,12 @@ def _tuple(arg: Numbers) -> tuple[int, ...]:
     return (arg,) if isinstance(arg, int) else tuple(arg)
 
 
-def _numbers(arg: Numbers, count: int, default: int) -> list[int]:
+def numbers(arg: Numbers, count: int, default: int) -> list[int]:
+    """An argument such as a stride as one number for each of `count` dims."""
     return list(per_dim(tuple(arg) if isinstance(arg, list) else arg, count, default))
 
 
-def _halo(shards: Shards, rows: int, kernel: int, stride: int, padding: int, dilation: int) -> Halo:
+def slice_halo(shards: Shards, rows: int, kernel: int, stride: int, padding: int, dilation: int) -> Halo:
     """The halo of slices of `rows` rows.
 
     Raises:
@@ -179,27 +180,28 @@ def _halo(shards: Shards, rows: int, kernel: int, stride: int, padding: int, dil
     return halo
 
 
-def with_halo(shards: Shards, x: Tensor, dim: int, halo: Halo, fill: float = 0.0) -> Tensor:
+def with_halo(shards: Shards, x: Tensor, dim: int, halo: Halo, fill: float | str = 0.0) -> Tensor:
     """`x`, a slice in dim `dim`, with the last rows of the previous slice and the first rows of the next one.
 
-    Before the first slice and after the last one there are rows of `fill`.  Communicates a send to each neighbour that
-    needs rows, and in backward, if `x` has a gradient, a send of their gradients back.
+    Before the first slice and after the last one there are rows of `fill`, or what ``torch.nn.functional.pad`` adds if
+    it names a mode: "replicate", "reflect" or "circular".  Communicates a send to each neighbour that needs rows, and
+    in backward, if `x` has a gradient, a send of their gradients back.
     """
     return x if halo.is_empty else call_function(_WithHalo, x, shards, dim, halo, fill)
 
 
 class _WithHalo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, dim: int, halo: Halo, fill: float) -> Tensor:
-        ctx.shards, ctx.dim, ctx.halo = shards, dim, halo
+    def forward(ctx: Any, x: Tensor, shards: Shards, dim: int, halo: Halo, fill: float | str) -> Tensor:
+        ctx.shards, ctx.dim, ctx.halo, ctx.fill = shards, dim, halo, fill
         rows = x.shape[dim]
         coming = _start(shards, x.narrow(dim, rows - halo.before, halo.before), 1)
         following = _start(shards, x.narrow(dim, 0, halo.after), -1)
         before, after = coming.wait(), following.wait()
-        if not shards.index:
-            before = torch.full_like(before, fill)
-        if shards.index == shards.count - 1:
-            after = torch.full_like(after, fill)
+        if not shards.index and fill != "circular":  # else they come from the last slice
+            before = _beyond_first(x, dim, halo.before, fill)
+        if shards.index == shards.count - 1 and fill != "circular":
+            after = _beyond_last(x, dim, halo.after, fill)
         return torch.cat([before, x, after], dim)
 
     @staticmethod
@@ -209,18 +211,56 @@ class _WithHalo(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         shards: Shards = ctx.shards
         halo: Halo = ctx.halo
-        dim, before, after = int(ctx.dim), halo.before, halo.after
+        dim, before, after, fill = int(ctx.dim), halo.before, halo.after, ctx.fill
         gradient = gradients[0]
         rows = gradient.shape[dim] - before - after
-        returning = _start(shards, gradient.narrow(dim, 0, before), -1)
-        coming = _start(shards, gradient.narrow(dim, before + rows, after), 1)
+        first, last = gradient.narrow(dim, 0, before), gradient.narrow(dim, before + rows, after)
+        returning, coming = _start(shards, first, -1), _start(shards, last, 1)
         own = gradient.narrow(dim, before, rows).clone()
         at_end, at_begin = returning.wait(), coming.wait()
-        if before and shards.index < shards.count - 1:
+        if before and (fill == "circular" or shards.index < shards.count - 1):
             own.narrow(dim, rows - before, before).add_(at_end)
-        if after and shards.index:
+        if after and (fill == "circular" or shards.index):
             own.narrow(dim, 0, after).add_(at_begin)
+        if before and not shards.index:
+            _add_first(own, dim, first, fill)
+        if after and shards.index == shards.count - 1:
+            _add_last(own, dim, last, fill)
         return own, None, None, None, None
+
+
+def _beyond_first(x: Tensor, dim: int, count: int, fill: float | str) -> Tensor:
+    """So many rows of padding before the first row of `x`."""
+    if fill == "reflect":
+        return x.narrow(dim, 1, count).flip(dim)
+    row = x.narrow(dim, 0, 1).repeat_interleave(count, dim)
+    return row if isinstance(fill, str) else torch.full_like(row, fill)
+
+
+def _beyond_last(x: Tensor, dim: int, count: int, fill: float | str) -> Tensor:
+    """So many rows of padding after the last row of `x`."""
+    rows = x.shape[dim]
+    if fill == "reflect":
+        return x.narrow(dim, rows - 1 - count, count).flip(dim)
+    row = x.narrow(dim, rows - 1, 1).repeat_interleave(count, dim)
+    return row if isinstance(fill, str) else torch.full_like(row, fill)
+
+
+def _add_first(own: Tensor, dim: int, gradient: Tensor, fill: float | str) -> None:
+    """Add to the gradient of a first slice that of the padding before it."""
+    if fill == "reflect":
+        own.narrow(dim, 1, gradient.shape[dim]).add_(gradient.flip(dim))
+    elif fill == "replicate":
+        own.narrow(dim, 0, 1).add_(gradient.sum(dim, keepdim=True))
+
+
+def _add_last(own: Tensor, dim: int, gradient: Tensor, fill: float | str) -> None:
+    """Add to the gradient of a last slice that of the padding after it."""
+    rows, count = own.shape[dim], gradient.shape[dim]
+    if fill == "reflect":
+        own.narrow(dim, rows - 1 - count, count).add_(gradient.flip(dim))
+    elif fill == "replicate":
+        own.narrow(dim, rows - 1, 1).add_(gradient.sum(dim, keepdim=True))
 
 
 def _start(shards: Shards, rows: Tensor, step: int) -> Handle:

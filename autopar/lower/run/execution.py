@@ -28,6 +28,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.schedules import rows_schedule
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.data_split import output_rows
 from autopar.step.training import TrainingSpec
@@ -44,12 +45,13 @@ class Executor:
         store: ParameterStore,
         communicator: Communicator,
         compile_layers: bool = False,
-        num_devices: int | None = None,
+        ranks_of_stage: int | None = None,
     ) -> None:
         """Lower every kind and strategy once.
 
-        `num_devices` are those of a group of neighbouring ranks that runs it; None: all run it.  A group begins at a
-        multiple of that number, so that its axes are those of all ranks.
+        `ranks_of_stage`: how many ranks have each stage (without stages: all layers), of which a group of neighboring
+        ones, as many as the plan's `group_size`, runs it; None: all run it.  A group begins at a multiple of its size,
+        so that its axes are those of all ranks.
 
         Raises:
             PlanMismatchError: the plan does not fit the program or the number of devices.
@@ -58,8 +60,8 @@ class Executor:
         self.store = store
         self.communicator = communicator
         program, plan = executable.program, executable.plan
-        num_devices = num_devices or communicator.world_size
-        check_plan(program, plan, num_devices)
+        world, apart = communicator.world_size, ranks_of_stage or plan.group_size
+        check_plan(program, plan, world if ranks_of_stage is None else world // apart * plan.group_size)
         self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
         self.updates_each: Mapping[str, str] = (
             updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
@@ -72,7 +74,8 @@ class Executor:
         late = {name for op in program.tail for name in op.results}
         kept = dict.fromkeys((*program.outputs, *program.updates.values(), *program.tail_reads))
         self.kept = tuple(name for name in kept if name not in late)
-        self.stages = StageMap(program, plan, communicator.rank % num_devices)
+        stage, place = divmod(communicator.rank, apart)
+        self.stages = StageMap(program, plan, stage * plan.group_size + place % plan.group_size, apart)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(frozenset(self.kept))
         for runner in self.runners.values():
@@ -113,6 +116,13 @@ class Executor:
         program, decisions = self.executable.program, self.executable.plan.decisions
         decisions = replace(decisions, num_microbatches=self.num_microbatches)
         return step_actions(program, decisions, TrainingSpec(is_training=is_training), schedule_actions)
+
+    def row_actions(self, rows: int) -> StepActions:
+        """What device groups do in a step of so many rows, each a microbatch of a program of one row."""
+        program, decisions = self.executable.program, self.executable.plan.decisions
+        schedule = rows_schedule(decisions.num_groups, rows) if decisions.stages else ""
+        decisions = replace(decisions, num_microbatches=rows, schedule=schedule)
+        return step_actions(program, decisions, TrainingSpec(), schedule_actions)
 
     @cached_property
     def returned_whole(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class ParallelModule(ModuleInspection):
         self.call_inputs = None
         self._group_steps = None
         if executable.plan.groups and planner is not None:
-            degrees = {group.tokens: group.decisions.world_size for group in executable.plan.groups}
+            degrees = {group.tokens: group.decisions.group_size for group in executable.plan.groups}
             self._group_steps = GroupSteps(self._executor, degrees, planner.groups, compile_layers=compile_layers)
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 

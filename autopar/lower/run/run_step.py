@@ -21,7 +21,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
 
-__all__ = ["release_later", "run_step", "spread_overflow"]
+__all__ = ["release_later", "run_step", "spread_overflow", "spreading"]
 
 Gradients = Sequence[Tensor | None]
 
@@ -33,15 +33,16 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         Of outputs and updates the local parts, of the whole batch, on the group of the stage that computes them; those
         of `Executor.returned_whole` are whole and on every rank.
     """
+    inputs = [tensors] * executor.num_microbatches
     if not (torch.is_grad_enabled() and _is_differentiable(executor, tensors)):
-        step = StepRunner(executor, executor.forward_actions, tensors, base_seed)
+        step = StepRunner(executor, executor.forward_actions, inputs, base_seed)
         with torch.no_grad():
             step.run(FORWARD)
         if executor.store.host is not None:
             executor.store.host.finish()  # the caller may change parameters now
         with torch.no_grad():
             return executor.with_tail(step.values.results())
-    step = StepRunner(executor, executor.training_actions, tensors, base_seed)
+    step = StepRunner(executor, executor.training_actions, inputs, base_seed)
     step.begin()
     loss = executor.executable.program.loss
     with torch.enable_grad():
@@ -78,9 +79,12 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     sources = _sources(step)
     # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
     is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
-    spread = _spreading(executor) if executor.stages.is_pipeline else None
     results[loss] = release_later(
-        results[loss], [gradients.get(name) for name in sources], list(sources.values()), spread, is_scaled=is_half
+        results[loss],
+        [gradients.get(name) for name in sources],
+        list(sources.values()),
+        spreading(executor),
+        is_scaled=is_half,
     )
     return results
 
@@ -113,8 +117,11 @@ def _sources(step: StepRunner) -> dict[str, Tensor]:
     return {**step.values.differentiable_inputs, **step.trained}
 
 
-def _spreading(executor: Executor) -> Callable[[Gradients], None]:
+def spreading(executor: Executor) -> Callable[[Gradients], None] | None:
+    """How an overflow in the gradients of some stages spreads to all of them; None: there are no stages."""
     talk, stages = executor.communicator, executor.stages
+    if not stages.is_pipeline:
+        return None
 
     def spread(gradients: Gradients) -> None:
         spread_overflow(gradients, lambda flag: talk.all_reduce(flag.to(talk.device), stages.axis, "max"))
@@ -221,8 +228,9 @@ class _BackwardHalf:
             sum_over_groups(step, gradients)
         gradients = step.stored_gradients(gradients)
         ordered = [gradients.get(name) for name in self.sources]
-        if is_pipeline:
-            _spreading(executor)(ordered)  # whether they are scaled can't be seen here
+        spread = spreading(executor)
+        if spread is not None:
+            spread(ordered)  # whether they are scaled can't be seen here
         return ordered
 
 

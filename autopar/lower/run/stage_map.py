@@ -18,11 +18,16 @@ __all__ = ["StageMap"]
 
 @dataclass(frozen=True, eq=False)
 class StageMap:
-    """The stages of `plan` as the device `rank` sees them."""
+    """The stages of `plan` as the device `rank` sees them.
+
+    `stride`: how many ranks lie between a device and the one with the same place in the next group, if the plan runs on
+    some of the ranks of each stage only; 0: on all.
+    """
 
     program: Program
     plan: Plan
     rank: int
+    stride: int = 0
 
     @property
     def is_pipeline(self) -> bool:
@@ -32,7 +37,7 @@ class StageMap:
     @property
     def axis(self) -> Axis:
         """Across the device groups: its members have the same place in their groups, its coordinates are groups."""
-        return Axis(self.plan.num_groups, self.plan.group_size)
+        return Axis(self.plan.num_groups, self.stride or self.plan.group_size)
 
     @property
     def group(self) -> int:

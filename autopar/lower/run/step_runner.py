@@ -53,11 +53,13 @@ class StepRunner:
         trained: the parameters that get gradients, by name.
     """
 
-    def __init__(self, executor: Executor, actions: StepActions, tensors: Sequence[Tensor], base_seed: int) -> None:
-        """Nothing has run; `tensors` are the whole batch on every rank."""
+    def __init__(
+        self, executor: Executor, actions: StepActions, inputs: Sequence[Sequence[Tensor]], base_seed: int
+    ) -> None:
+        """Nothing has run; `inputs` are as in `StepValues`."""
         self.executor = executor
         self.actions = actions
-        self.values = StepValues(executor, tensors)
+        self.values = StepValues(executor, inputs)
         self._base_seed = base_seed
         self._parameters = {index: self._of_layer(index) for index in executor.runners}
         self._passes: dict[tuple[int, int], LayerPass] = {}
@@ -283,7 +285,7 @@ class StepRunner:
         parameters = self._parameters[layer]
         # Leaves that a graph of this step still ends in collect gradients.
         if parameters.frees or not any(
-            (layer, number) in self._passes for number in range(self.executor.num_microbatches)
+            (layer, number) in self._passes for number in range(self.actions.num_microbatches)
         ):
             parameters.reshard()
 

@@ -51,11 +51,16 @@ class StepValues:
         differentiated: with stages, the values that a gradient flows to in this step: all ranks know that alike.
     """
 
-    def __init__(self, executor: Executor, tensors: Sequence[Tensor]) -> None:
-        """Nothing has run; `tensors` are the whole batch on every rank."""
-        self.outputs: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
+    def __init__(self, executor: Executor, inputs: Sequence[Sequence[Tensor]]) -> None:
+        """Nothing has run.
+
+        `inputs` has the program's inputs for each microbatch: the whole batch, of which programs take their slices, or
+        those of the microbatch alone if the program has a single one.  Every rank has them.
+        """
+        self.outputs: list[dict[str, Tensor]] = [{} for _ in inputs]
         self.differentiable: set[str] = set()
-        self._inputs = dict(zip(executor.executable.program.inputs, tensors, strict=True))
+        self._inputs_of = [dict(zip(executor.executable.program.inputs, own, strict=True)) for own in inputs]
+        self._inputs = self._inputs_of[0]
         self.differentiable_inputs = {name: x for name, x in self._inputs.items() if x.requires_grad}
         self.input_gradients: dict[str, Tensor] = {}
         self.differentiated: Set[str] = frozenset()
@@ -64,23 +69,27 @@ class StepValues:
         self._returned: dict[tuple[str, int], tuple[Tensor, GradientEdge]] = {}
         self._boundaries = BoundaryExchange(executor)
         self._given: dict[str, Tensor] = {}
+        self._weights: Sequence[float] = ()
         self._num_taken = Counter[str]()
         self._keeps_graph = False
 
     @property
     def batch(self) -> tuple[Tensor, ...]:
         """The caller's tensors."""
-        return tuple(self._inputs.values())
+        return tuple({id(x): x for own in self._inputs_of for x in own.values()}.values())
 
     def __getitem__(self, action: Action) -> StageValues:
         """What the action's microbatch has in its stage."""
         return self._stages[action.stage, action.microbatch]
 
-    def expect(self, gradients: dict[str, Tensor], *, keep_graph: bool = False) -> None:
+    def expect(self, gradients: dict[str, Tensor], *, keep_graph: bool = False, weights: Sequence[float] = ()) -> None:
         """Backward begins with these gradients of returned values, over all microbatches; every rank knows the same
         names.  They are taken out of the dict as they are used up.  With `keep_graph` they may come once more.
+
+        `weights` has a factor for each microbatch; ``()``: all are 1.
         """
         self._given = gradients
+        self._weights = weights
         self._num_taken.clear()
         self._keeps_graph = keep_graph
         if self._executor.stages.is_pipeline:
@@ -105,7 +114,8 @@ class StepValues:
         arrived = self._arrived(action)
         values = self._executor.executable.program.values
         differentiable = {name for name in arrived if values[name].requires_grad} | self.differentiable_inputs.keys()
-        self._stages[action.stage, action.microbatch] = StageValues({**self._inputs, **arrived}, differentiable)
+        own = self._inputs_of[action.microbatch]
+        self._stages[action.stage, action.microbatch] = StageValues({**own, **arrived}, differentiable)
 
     def _arrived(self, action: Action) -> Mapping[str, Tensor]:
         """What crosses the cut before this stage: received, or from the stage before if this rank runs it, too."""
@@ -154,8 +164,9 @@ class StepValues:
             values.add_gradient(name, gradient)
         for name in [name for name in self._given if self._executor.stages.stage_of.get(name) == stage]:
             self._num_taken[name] += 1
-            is_last = self._num_taken[name] == self._executor.num_microbatches
+            is_last = self._num_taken[name] == len(self.outputs)
             gradient = self._given.pop(name) if is_last else self._given[name]
+            gradient = gradient * self._weights[microbatch] if self._weights else gradient
             values.add_gradient(name, self._gradient_of_returned(name, microbatch, gradient))
 
     def _gradient_of_returned(self, name: str, microbatch: int, gradient: Tensor) -> Tensor | None:

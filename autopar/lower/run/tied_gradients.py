@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from autopar.lower.communication.collectives import Handle
+from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_part_of
-from autopar.lower.run.execution import Executor
+from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_runner import StepRunner
 
-__all__ = ["sum_over_groups"]
+__all__ = ["exchanged_sum", "sum_over_groups"]
 
 
 def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
@@ -32,7 +33,8 @@ def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
             part, device = local_part_of(trained[name]), executor.communicator.device
             own = local_part_of(gradients[name]) if name in gradients else torch.zeros_like(part, device=device)
             with step.naming(f"the exchange of the gradients of {name!r}"):
-                gradients[name] = store.wrap(name, _exchanged_sum(executor, own, groups))
+                total = exchanged_sum(executor.communicator, executor.stages, own, groups)
+                gradients[name] = store.wrap(name, total)
     for name, x in step.values.differentiable_inputs.items():  # every rank has the whole batch
         own = gradients.get(name)
         talk = executor.communicator
@@ -41,12 +43,11 @@ def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
             gradients[name] = talk.all_reduce(own, executor.stages.axis, "sum")
 
 
-def _exchanged_sum(executor: Executor, x: Tensor, groups: Sequence[int]) -> Tensor:
-    """The sum of the tensors that these groups have here, in their order: the same bits on each.
+def exchanged_sum(talk: Communicator, stages: StageMap, x: Tensor, groups: Sequence[int]) -> Tensor:
+    """The sum of the tensors that these device groups have here, in their order: the same bits on each.
 
     Of each pair the lower one sends first: NCCL runs the messages of a pair in one order, both directions together.
     """
-    talk, stages = executor.communicator, executor.stages
     sent: list[Handle] = []
     came: dict[int, Handle] = {}
     for other in groups:

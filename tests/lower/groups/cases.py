@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.data.packed_rows import RowPacking
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import GroupPlan, Plan
 from autopar.planning.call_plans import CallPlanner
 from autopar.planning.caller_inputs import call_inputs
@@ -57,26 +58,37 @@ class Family:
 
 def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked: str) -> Family:
     """`kinds`: the degree of groups and the constraints of their plan; the first has rows of `TOKENS`, each other one
-    half as long.  `asked` is of the plan for all ranks.
+    half as long.  `asked` is of the plan for all ranks; degrees are those among the ranks of a stage.
     """
+    stages = [text for text in asked.split() if text.startswith(("pipeline=", "cuts="))]
+    num_stages = int(stages[0].partition("=")[2]) if stages else 1
     example = rows_of_tokens(world, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
+    schedules = schedule_actions if stages else None
+    plan = search(
+        traced.program, world, quick_prices(world),
+        SearchRequest(constraints=tuple(asked.split()), schedules=schedules),
+    )  # fmt: skip
     groups: list[GroupPlan] = []
     for place, (degree, texts) in enumerate(kinds):
         row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, TOKENS >> place)))
-        request = SearchRequest(constraints=tuple(texts.split()))
-        found = search(row.program, degree, quick_prices(degree), request)
+        request = SearchRequest(constraints=(*texts.split(), *stages), schedules=schedules)
+        devices = degree * num_stages
+        found = search(row.program, devices, quick_prices(devices), request)
         groups.append(GroupPlan(TOKENS >> place, found.decisions))
-    degrees = {group.tokens: group.decisions.world_size for group in groups}
+    degrees = {group.tokens: group.decisions.group_size for group in groups}
     return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), degrees)
 
 
 def batches_of(
-    lengths: Sequence[int], rooms: Sequence[int], degrees: Mapping[int, int], random: np.random.Generator
+    lengths: Sequence[int],
+    rooms: Sequence[int],
+    degrees: Mapping[int, int],
+    random: np.random.Generator,
+    stages: int = 1,
 ) -> list[dict[str, Tensor]]:
     """What each rank passes of these documents, given at random to groups whose rows have tokens of `rooms`."""
-    rows: list[list[list[int]]] = [[] for _ in rooms]
+    rows: list[list[list[int]]] = [[] for _ in rooms]  # with stages, the ranks of each pass the same
     for number, length in enumerate(lengths):
         group = int(random.choice([group for group, room in enumerate(rooms) if room >= length]))
         last = rows[group][-1] if rows[group] else []
@@ -89,4 +101,4 @@ def batches_of(
     for room, own in zip(rooms, rows, strict=True):
         samples = [[documents[number] for number in row] for row in own]
         found += [PACKING.rows(samples, room, documents[0])] * degrees[room]
-    return found
+    return found * stages

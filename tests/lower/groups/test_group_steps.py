@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+import autopar
 from autopar.errors import AutoparError, InputShapeError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.group_layout import Group, read_groups
-from autopar.verify.rehearsal import SteadyAdamW, run_single
-from tests.data.test_balanced import Alone, Documents, small_llama
-from tests.lower.groups.cases import Family, batches_of, family
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.plan import Plan
+from autopar.planning.group_plans import plan_groups, why_no_groups
+from autopar.program import Program
+from autopar.search import SearchRequest, search
+from autopar.verify.rehearsal import SteadyAdamW, keep_double_program, run_single
+from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
+from tests.lower.groups.cases import TOKENS, Family, batches_of, family
 from tests.lower.runs import loss_of
 from tests.ranks import run_ranks
+from tests.zoo import quick_prices
 
 # Lengths of the documents of a step, and tokens of the rows of its groups.
 FOUR = {
@@ -37,8 +45,10 @@ EIGHT = {
 STEPS = 3
 
 
-def gradients_of(made: Any) -> dict[str, Tensor]:
-    return {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+def gradients_of(found: Family, made: Any) -> dict[str, Tensor]:
+    own = {n: p.grad for n, p in made.named_parameters()}  # with stages, those of this rank's
+    trained = [n for n, p in found.model.named_parameters() if p.requires_grad]
+    return {n: made._whole(n, own.get(n)) for n in trained}
 
 
 def train(found: Family, talk: Communicator, batches: list[list[dict[str, Tensor]]]) -> Any:
@@ -48,7 +58,7 @@ def train(found: Family, talk: Communicator, batches: list[list[dict[str, Tensor
     for batch in batches:
         loss = loss_of(made(**batch[talk.rank]))
         loss.backward()
-        alone.append((loss.item(), gradients_of(made)))
+        alone.append((loss.item(), gradients_of(found, made)))
         made.zero_grad()
     optimizer = SteadyAdamW(made.parameters())
     losses: list[float] = []
@@ -66,7 +76,8 @@ Mixes = Mapping[str, tuple[list[int], list[int]]]
 
 def batches_of_mixes(found: Family, mixes: Mixes) -> list[list[dict[str, Tensor]]]:
     random = np.random.default_rng(0)
-    return [batches_of(lengths, rooms, found.degrees, random) for lengths, rooms in mixes.values()]
+    stages = found.plan.num_groups
+    return [batches_of(lengths, rooms, found.degrees, random, stages) for lengths, rooms in mixes.values()]
 
 
 def check(found: Family, mixes: Mixes, ranks: list[Any] | None = None) -> None:
@@ -112,6 +123,73 @@ def test_groups_of_eight_ranks_train_as_one_device(asked: str) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
         model.model.norm.weight.requires_grad_(False)
     check(family(model, 8, kinds, asked), EIGHT)
+
+
+# Of two stages with two ranks each.  Rows are microbatches: groups have fewer than there are stages, as many, or more.
+TWO_OF_STAGE = {
+    "mixed": ([1, 8, 3, 7, 8, 2, 4, 4], [8, 4]),
+    "an empty group": ([8, 8, 5], [8, 4]),
+    "a single row with targets": ([5, 1, 1], [8, 4]),
+}
+
+
+def staged(world: int, asked: str, *, is_tied: bool) -> Family:
+    model = small_llama()
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    found = family(model, world, [(2, "tensor=2"), (1, ""), (1, "")], f"pipeline=2 {asked}")
+    assert found.plan.num_groups == 2
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_groups_with_pipeline_stages_train_as_one_device(is_tied: bool) -> None:
+    check(staged(4, "data=2 zero=1", is_tied=is_tied), TWO_OF_STAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["data=4 zero=0", "data=2 tensor=2 zero=2 schedule=1f1b microbatches=2"])
+def test_groups_of_several_ranks_of_a_stage_train_as_one_device(asked: str) -> None:
+    check(staged(8, asked, is_tied="zero=0" in asked), FOUR)
+
+
+@pytest.mark.slow
+def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
+    model, prices = small_llama(), quick_prices(8)
+
+    def trace(rows: int, tokens: int) -> Program:
+        return keep_double_program(autopar.api.trace_model(model, rows_of_tokens(rows, tokens))).program
+
+    example = rows_of_tokens(8, TOKENS)
+    traced = keep_double_program(autopar.api.trace_model(model, example))
+    request = SearchRequest(constraints=("pipeline=2",), schedules=schedule_actions)
+    plan = search(traced.program, 8, prices, request)
+    assert not why_no_groups(traced.program, plan, request)
+    batches = [np.array(lengths) for lengths, _ in FOUR.values()]
+    planned = plan_groups(traced.program, plan, batches, trace, prices, request)
+    kinds = [(each.degree, each.tokens) for each in planned.rows]
+    assert kinds[0] == (2, TOKENS)
+    assert {(1, 8), (1, 4)} <= {*kinds}
+    assert [(each.decisions.group_size, each.tokens) for each in planned.plans] == kinds
+    assert {each.decisions.num_groups for each in planned.plans} == {2}
+    # To fill and drain the other stage takes about as long as a row.
+    assert all(0 < each.fill_s < 3 * each.row_s for each in planned.rows)
+    assert planned.rows[0].axes.startswith("ZeRO-0")
+    assert not any("PP" in each.axes for each in planned.rows)
+    plan = Plan.from_json(replace(plan, groups=planned.plans).to_json())
+    check(Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds}), FOUR)
+
+
+def train_stages_process() -> Any:
+    """On this process: what `train` gives with pipeline stages and a tied parameter."""
+    found = staged(4, "data=2 zero=1", is_tied=True)
+    return train(found, ProcessGroupCommunicator(), batches_of_mixes(found, TWO_OF_STAGE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_processes_with_pipeline_stages_train_as_one_device() -> None:
+    check(staged(4, "data=2 zero=1", is_tied=True), TWO_OF_STAGE, run_ranks(train_stages_process, 4))
 
 
 def train_process() -> tuple[Any, str]:
@@ -166,7 +244,11 @@ def test_what_ranks_pass_in_another_way_is_an_error_on_all(four: Family) -> None
 def test_lengths_of_rows_say_which_ranks_form_groups() -> None:
     degrees = {16: 4, 8: 2, 4: 1}
     found = read_groups([4, 4, 8, 8, 16, 16, 16, 16], degrees)
-    assert found == (Group(0, 1), Group(1, 1), Group(2, 2), Group(4, 4))
+    assert [(group.start, group.degree) for group in found] == [(0, 1), (1, 1), (2, 2), (4, 4)]
+    assert Group(2, 2, 2, 4).ranks == (2, 3, 6, 7)
+    assert [group.ranks for group in read_groups([4, 8, 8, 4, 4, 8, 8, 4][1:3] * 2, degrees, 2)] == [(0, 1, 2, 3)]
+    with pytest.raises(InputShapeError, match="ranks 0 and 2 have the same place"):
+        read_groups([8, 8, 4, 4], degrees, 2)
     for tokens in ([4, 8, 8, 4], [16] * 3, [8, 8, 16, 16, 16, 16, 4, 4], [8, 4, 4, 4]):
         with pytest.raises(InputShapeError, match="begin at a multiple"):
             read_groups(tokens, degrees)
