@@ -110,7 +110,7 @@ def forward_and_saved(lone: SingleLayer) -> tuple[Sequence[Tensor], list[Tensor]
 
 def bytes_but_parameters(saved: list[Tensor], lone: SingleLayer) -> int:
     """Of these tensors, with each storage once."""
-    held = {x.untyped_storage().data_ptr() for x in lone._held}  # pyright: ignore[reportPrivateUsage]
+    held = {x.untyped_storage().data_ptr() for x in lone._state}  # pyright: ignore[reportPrivateUsage]
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     return sum(size for key, size in sizes.items() if key not in held)
 
