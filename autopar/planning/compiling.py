@@ -17,7 +17,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.search.plan_selection import preferred_s
 from autopar.step.prices import Prices
-from autopar.step.pricing import predict
+from autopar.step.pricing import StepPricing
 
 __all__ = ["check_compiler", "is_short_of_memory", "read_compile", "search_compiled"]
 
@@ -86,7 +86,7 @@ def search_compiled(
             raise
         return find(_running(request, compiled=False))
     seconds = [
-        predict(program, replace(plan.decisions, compiled=way), prices, request.training, request.schedules).step_time_s
+        StepPricing(program, replace(plan.decisions, compiled=way), prices, request.training, request.schedules).step_s
         for way in (False, True)
     ]
     gain = seconds[0] / seconds[1]  # by the same prices, also where those of the plan are of layers that were timed

@@ -183,7 +183,7 @@ class FamilyPlanner:
         request = replace(self._by(base), stored=stored_as(pieces[place], base))
         made: list[Plan] = []
         for number, program in enumerate(pieces):
-            plan = base if number == place else self._held(program, pieces[place], base, request)
+            plan = base if number == place else self._with_storage_of(program, pieces[place], base, request)
             if plan is not None and (plan.piece_tokens, plan.compiled) == (base.piece_tokens, base.compiled):
                 made.append(plan)
             elif not number:
@@ -206,7 +206,7 @@ class FamilyPlanner:
             self.request, training=self.request.training.by(plan.decisions), on_final=None, on_considered=None
         )
 
-    def _held(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
+    def _with_storage_of(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
         """The fastest plan of `program` with parameters where `base` of `planned` has them; None if nothing fits."""
         reused = reuse_plan(base, planned.batch_size, program, self.prices, request)
         plans = [] if reused is None else [reused]

@@ -15,7 +15,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.search.constraints import parse_constraints
 from autopar.search.plan_selection import preferred_s
-from autopar.search.request import Gaps
+from autopar.search.request import DeferredGaps
 from autopar.step.logits import PIECE_TOKENS, in_pieces, logits_bytes
 from autopar.step.prices import Prices
 
@@ -45,7 +45,7 @@ def search_plan(
         ConstraintError: pieces are demanded, and there is nothing to cut; or outputs are to be whole in every step.
         InfeasibleError: nothing fits.
     """
-    gaps = Gaps()
+    gaps = DeferredGaps()
     program = splittable(program, request, num_devices)
     plan = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
     return noted(gaps.fill_in(plan), program)

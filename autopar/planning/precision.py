@@ -10,7 +10,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program, TensorType, Value
 from autopar.step.prices import Prices
-from autopar.step.pricing import predict
+from autopar.step.pricing import StepPricing
 from autopar.step.training import TrainingSpec
 
 __all__ = ["with_speedup"]
@@ -29,7 +29,7 @@ def with_speedup(plan: Plan, program: Program, prices: Prices, training: Trainin
     changed = replace(program, values={name: _in_bfloat16(value) for name, value in program.values.items()})
     stored = replace(training, storage_itemsize_bytes=4, gradient_itemsize_bytes=4)
     with suppress(MissingPriceError):
-        step_s = predict(changed, plan.decisions, prices, stored, schedule_actions).step_time_s
+        step_s = StepPricing(changed, plan.decisions, prices, stored, schedule_actions).step_s
         if plan.step_time_s > _WORTH_SAYING * step_s:
             speedup = plan.step_time_s / step_s
             return replace(plan, prediction=replace(plan.prediction, speedups=(("bf16", speedup),)))

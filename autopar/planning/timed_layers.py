@@ -13,7 +13,7 @@ from autopar.cost import ClusterPrices
 from autopar.cost.layer_corrections import LocalOp, TimedLayer, layer_key
 from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
-from autopar.lower.program.single_layer import LoneLayer
+from autopar.lower.program.single_layer import SingleLayer
 from autopar.ops.attention import DOCUMENTS, document_length, second_document_length, with_document_length
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
@@ -58,7 +58,7 @@ class LayerTimer:
         if has_integers and self.device.type != "cpu":
             return None
         try:
-            lone = LoneLayer(
+            lone = SingleLayer(
                 self.program, layer, strategy, num_microbatches, self.device, compiled=compiled,
                 constants=self.constants,
             )  # fmt: skip

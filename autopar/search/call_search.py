@@ -100,7 +100,7 @@ def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> 
     holders: dict[str, set[int]] = {}
     for index, stage in enumerate(stages):
         for layer in trained_program.layers[stage.start : stage.stop]:
-            for name in _held(trained_program, layer):
+            for name in _state_names(trained_program, layer):
                 holders.setdefault(name, set()).add(index)
     # least[s]: the least price of the layers so far in the stages 0 to s, the last of them in s.
     least = [math.inf] * len(stages)
@@ -133,14 +133,14 @@ def _first_layers(came: Sequence[Sequence[int]], num_stages: int) -> tuple[int, 
     return tuple(reversed(firsts))
 
 
-def _held(program: Program, layer: Layer) -> list[str]:
+def _state_names(program: Program, layer: Layer) -> list[str]:
     """Names in the module of the parameters and buffers that a layer reads."""
     return [program.parameters[value] for value in layer.state if value in program.parameters]
 
 
 def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holders: dict[str, set[int]]) -> float:
     """0 if this stage holds all that the layer reads, infinite if its device group doesn't."""
-    needed = [holders[name] for name in _held(program, layer) if name in holders]
+    needed = [holders[name] for name in _state_names(program, layer) if name in holders]
     if all(stage in stages for stages in needed):
         return 0.0
     group = trained.stages[stage].group
@@ -151,7 +151,7 @@ def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holder
 def _explain(program: Program, layer: Layer, holders: dict[str, set[int]]) -> str:
     where = "; ".join(
         f"{name} in {', '.join(f'stage {index}' for index in sorted(holders[name]))}"
-        for name in _held(program, layer)
+        for name in _state_names(program, layer)
         if name in holders
     )
     return (

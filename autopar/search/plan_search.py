@@ -108,11 +108,11 @@ def _search(
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
     plan, notes = selected
-    gap, seek = math.inf, partial(_optimality_gap, single_stage, bounded, plan, request)
+    gap, compute_gap = math.inf, partial(_optimality_gap, single_stage, bounded, plan, request)
     if request.gaps is None:
-        gap = seek()
+        gap = compute_gap()
     else:
-        request.gaps.later(plan.decisions, seek)
+        request.gaps.defer(plan.decisions, compute_gap)
     notes = [*notes, _note_gradients(plan)]
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]

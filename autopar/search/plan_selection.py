@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Decisions, Plan
@@ -26,7 +26,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
-from autopar.step.pricing import predict, simulated_step_s
+from autopar.step.pricing import StepPricing
 
 __all__ = [
     "STAGES_GAIN",
@@ -139,25 +139,25 @@ class _PlanCandidate:
     known: dict[int, Plan] = field(default_factory=dict[int, Plan])
     number: int = 0  # in `known`
 
+    @cached_property
+    def pricing(self) -> StepPricing:
+        """What its step takes."""
+        context, request = self.context, self.context.request
+        return StepPricing(
+            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
+        )
+
     def simulate(self) -> Plan:
         if self.number not in self.known:
-            context, request = self.context, self.context.request
-            decisions = self.decide()
-            prediction = predict(
-                context.program, decisions, context.prices, request.training, request.schedules, context.facts
-            )
-            self.known[self.number] = Plan(decisions, prediction, memory_error=request.memory_error)
+            plan = Plan(self.pricing.decisions, self.pricing.prediction, memory_error=self.context.request.memory_error)
+            self.known[self.number] = plan
         return self.known[self.number]
 
     def is_slower(self, best: Plan) -> bool:
         """Whether a plan without stages takes longer than `best`: memory and costs of such plans are not worked out."""
         if self.shape is not None or self.number in self.known:
             return False
-        context, request = self.context, self.context.request
-        step_s = simulated_step_s(
-            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
-        )
-        return step_s > preferred_s(best) * (1 + _ROUNDING)
+        return self.pricing.step_s > preferred_s(best) * (1 + _ROUNDING)
 
     def misfit(self, allowed_bytes: float) -> str | None:
         """Why the plan does not fit: the message about host memory, ``""`` for device memory; None if it fits."""

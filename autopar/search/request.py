@@ -13,7 +13,7 @@ from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.known_layers import KnownLayers
 from autopar.step.training import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "ConsideredPlan", "Gaps", "SearchRequest"]
+__all__ = ["MEMORY_ERROR", "ConsideredPlan", "DeferredGaps", "SearchRequest"]
 
 MEMORY_ERROR = 0.05
 """31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
@@ -34,25 +34,25 @@ class ConsideredPlan:
 
 
 @dataclass(eq=False)
-class Gaps:
-    """Optimality gaps that are not sought before it is known which of several plans is taken: bounds of pipelines may
-    take as long as finding them.
+class DeferredGaps:
+    """Optimality gaps that are computed only once one of several plans is chosen: bounds of pipelines may
+    take as long as the search itself.
     """
 
-    _sought: dict[int, tuple[Decisions, Callable[[], float]]] = field(
+    _computations: dict[int, tuple[Decisions, Callable[[], float]]] = field(
         default_factory=dict[int, "tuple[Decisions, Callable[[], float]]"]
     )
 
-    def later(self, decisions: Decisions, seek: Callable[[], float]) -> None:
-        """`seek` finds the gap of the plan with these decisions."""
-        self._sought[id(decisions)] = decisions, seek
+    def defer(self, decisions: Decisions, compute: Callable[[], float]) -> None:
+        """`compute` gives the gap of the plan with these decisions."""
+        self._computations[id(decisions)] = decisions, compute
 
     def fill_in(self, plan: Plan) -> Plan:
         """The plan with its gap, and how long that took."""
-        if id(plan.decisions) not in self._sought:
+        if id(plan.decisions) not in self._computations:
             return plan
         started = time.perf_counter()
-        gap = self._sought[id(plan.decisions)][1]()
+        gap = self._computations[id(plan.decisions)][1]()
         took = ("bounds", time.perf_counter() - started)
         return replace(plan, optimality_gap=gap, planning_s=(*plan.planning_s, took))
 
@@ -94,6 +94,6 @@ class SearchRequest:
     memory_error: float = 0.0
     rival_s: float = math.inf
     known: KnownLayers = field(default_factory=KnownLayers, compare=False, repr=False)
-    gaps: Gaps | None = field(default=None, compare=False, repr=False)
+    gaps: DeferredGaps | None = field(default=None, compare=False, repr=False)
     on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[ConsideredPlan], None] | None = None

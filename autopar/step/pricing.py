@@ -1,14 +1,16 @@
 """The prediction of any plan, searched, edited or made by hand: all its numbers from its decisions and prices alone.
 
 The step's seconds are those of its simulation (`simulate`), its bytes those of its memory (`memory`).  A layer's
-cost is that of `layer_cost`, with what is moved to it from other layers, and with what parameters take that several
+cost is that of `layer_cost`, with the moves from other layers to it, and with the cost of parameters that several
 layers share (counted at the first layer of each device group that reads them).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -33,87 +35,104 @@ from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
 from autopar.step.training import TrainingSpec
 
-__all__ = ["layer_costs", "predict", "simulated_step_s"]
+__all__ = ["StepPricing", "layer_costs", "predict"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
 
 
 def predict(
-    program: Program,
-    decisions: Decisions,
-    prices: Prices,
-    training: TrainingSpec,
-    schedules: ScheduleSource | None,
-    facts: LayerFacts | None = None,
+    program: Program, decisions: Decisions, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
 ) -> Prediction:
-    """What a step by these decisions takes.
+    """The prediction of a step by these decisions; arguments and errors are those of `StepPricing`."""
+    return StepPricing(program, decisions, prices, training, schedules).prediction
 
-    Args:
+
+@dataclass(eq=False)
+class StepPricing:
+    """What a step by a plan's decisions takes: its seconds alone, or all that is predicted of it.
+
+    Attributes:
         program: that the decisions fit (`autopar.step.plan_check.check_fit`).
         decisions: of any plan.
         prices: of the devices that it is to run on.
-        training: how it is trained.
+        requested: how the caller trains; the decisions add to it.
         schedules: where the action lists of its schedule come from; needed for a plan with stages.
         facts: those of a search with the same arguments.
 
-    Raises:
+    Properties raise:
         ValueError: a strategy does not fit its layer.
         MissingPriceError: an op or collective has no price.
     """
-    training = training.by(decisions)
-    layers = PlannedLayers(program, decisions, facts or LayerFacts())
-    costs = layer_costs(layers, prices, training)
-    memory = step_memory(layers, training, schedules)
-    peaks = [peak_bytes(moments) for moments in memory]
-    stages: tuple[StageCost, ...] = ()
-    sum_s = sum(cost.total_s for cost in costs)
-    if decisions.stages:
-        assert schedules is not None
-        actions = decisions.shape.actions(schedules)
-        stages = _stage_costs(layers, costs, prices, training)
-        sum_s = pipeline_step_s(decisions.shape, actions, stages)
+
+    program: Program
+    decisions: Decisions
+    prices: Prices
+    requested: TrainingSpec
+    schedules: ScheduleSource | None
+    facts: LayerFacts = field(default_factory=LayerFacts)
+
+    @cached_property
+    def training(self) -> TrainingSpec:
+        """How it is trained by the decisions."""
+        return self.requested.by(self.decisions)
+
+    @cached_property
+    def layers(self) -> PlannedLayers:
+        """The layers under their strategies."""
+        return PlannedLayers(self.program, self.decisions, self.facts)
+
+    @cached_property
+    def step_s(self) -> float:
+        """The seconds of the simulated step."""
+        return step_seconds(self.layers, self.prices, self.training, self.schedules)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Seconds and bytes, by layer and by stage."""
+        layers, prices, training = self.layers, self.prices, self.training
+        costs = layer_costs(layers, prices, training)
+        memory = step_memory(layers, training, self.schedules)
+        peaks = [peak_bytes(moments) for moments in memory]
+        stages, sum_s = self._stages(costs, peaks)
+        outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
+        is_same = abs(sum_s - self.step_s) <= _NOTHING * sum_s
+        step_s = sum_s if is_same else self.step_s
+        flops = model_flops(self.program, training)
+        dtype = max(flops, key=lambda name: flops[name], default="")
+        return Prediction(
+            device=prices.device,
+            price_source=_price_source(layers, costs, prices, training),
+            step_time_s=step_s,
+            overlapped_s=sum_s - step_s,
+            peak_memory_bytes=max(peaks),
+            host_memory_bytes=max((moment.host_bytes for moments in memory for moment in moments), default=0.0),
+            samples_per_step=self.program.batch_size,
+            costs=costs,
+            stages=stages,
+            optimizer_gathers_s=_optimizer_gathers_s(layers, prices, training),
+            output_gathers_s=outputs_s if training.gathers_outputs else 0.0,
+            output_reads_s=0.0 if training.gathers_outputs else outputs_s,
+            tokens_per_step=self.program.num_tokens,
+            dtype=dtype,
+            model_flops=sum(flops.values()),
+            peak_flops_per_s=prices.peak_flops_per_s(dtype),
+            row=row_cost(layers, costs, prices, training, step_s, max(peaks)),
+        )
+
+    def _stages(self, costs: tuple[LayerCost, ...], peaks: Sequence[float]) -> tuple[tuple[StageCost, ...], float]:
+        """The cost of every stage, and the seconds of the step if nothing overlaps in a layer."""
+        decisions = self.decisions
+        if not decisions.stages:
+            return (), sum(cost.total_s for cost in costs)
+        assert self.schedules is not None
+        actions = decisions.shape.actions(self.schedules)
+        stages = _stage_costs(self.layers, costs, self.prices, self.training)
         flights = count_flights(actions, len(stages))
-        stages = tuple(
+        measured = tuple(
             replace(cost, peak_memory_bytes=peaks[stage.group], in_flight=flight)
             for stage, cost, flight in zip(decisions.stages, stages, flights, strict=True)
         )
-    step_s = step_seconds(layers, prices, training, schedules)
-    outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
-    is_same = abs(sum_s - step_s) <= _NOTHING * sum_s
-    flops = model_flops(program, training)
-    dtype = max(flops, key=lambda name: flops[name], default="")
-    return Prediction(
-        device=prices.device,
-        price_source=_price_source(layers, costs, prices, training),
-        step_time_s=sum_s if is_same else step_s,
-        overlapped_s=0.0 if is_same else sum_s - step_s,
-        peak_memory_bytes=max(peaks),
-        host_memory_bytes=max((moment.host_bytes for moments in memory for moment in moments), default=0.0),
-        samples_per_step=program.batch_size,
-        costs=costs,
-        stages=stages,
-        optimizer_gathers_s=_optimizer_gathers_s(layers, prices, training),
-        output_gathers_s=outputs_s if training.gathers_outputs else 0.0,
-        output_reads_s=0.0 if training.gathers_outputs else outputs_s,
-        tokens_per_step=program.num_tokens,
-        dtype=dtype,
-        model_flops=sum(flops.values()),
-        peak_flops_per_s=prices.peak_flops_per_s(dtype),
-        row=row_cost(layers, costs, prices, training, sum_s if is_same else step_s, max(peaks)),
-    )
-
-
-def simulated_step_s(
-    program: Program,
-    decisions: Decisions,
-    prices: Prices,
-    training: TrainingSpec,
-    schedules: ScheduleSource | None,
-    facts: LayerFacts | None = None,
-) -> float:
-    """The seconds of a step alone, which `predict` gives too, but for rounding; arguments and errors are the same."""
-    training = training.by(decisions)
-    return step_seconds(PlannedLayers(program, decisions, facts or LayerFacts()), prices, training, schedules)
+        return measured, pipeline_step_s(decisions.shape, actions, stages)
 
 
 def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> tuple[LayerCost, ...]:

@@ -35,7 +35,7 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
-from autopar.lower.program.single_layer import LoneLayer
+from autopar.lower.program.single_layer import SingleLayer
 from autopar.placement import REPLICATE
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
@@ -93,7 +93,7 @@ class Case:
     model: str
     layer: Layer
     program: Program
-    lone: LoneLayer
+    lone: SingleLayer
     before: list[tuple[float, float]] = field(default_factory=list)
     measured: list[tuple[float, float]] = field(default_factory=list)
 
@@ -115,7 +115,10 @@ def _cases(words: str) -> Iterator[list[Case]]:
         traced = trace_model(model, inputs)
         yield [
             Case(
-                name, layer, traced.program, LoneLayer(traced.program, layer, _whole(layer), constants=traced.constants)
+                name,
+                layer,
+                traced.program,
+                SingleLayer(traced.program, layer, _whole(layer), constants=traced.constants),
             )
             for layer in traced.program.kinds
         ]

@@ -13,7 +13,7 @@ from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
 from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.program.single_layer import LoneLayer
+from autopar.lower.program.single_layer import SingleLayer
 from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy, Plan
@@ -55,7 +55,7 @@ def test_a_lone_layer_computes_what_a_rank_of_the_plan_does(name, constraints):
     program, plan = subject(name, torch.float32).traced.program, plan_for(name, 4, constraints, torch.float32)
     for layer in program.kinds:
         strategy = plan.strategies[plan.layers[program.layers.index(layer)].strategy]
-        lone = LoneLayer(program, layer, strategy, plan.num_microbatches)
+        lone = SingleLayer(program, layer, strategy, plan.num_microbatches)
         outputs = lone.forward()
         for value, output, layout in zip(layer.outputs, outputs, strategy.outputs, strict=True):
             shape = program.type_of(value).shape
@@ -70,7 +70,7 @@ def test_a_timed_layer_has_documents_as_long_as_its_price_is_for():
     program = trace_model(small_llama(), rows_of_tokens(2, 16)).program
     program = with_lengths(program, read_lengths(4))
     layer = program.layers[1]
-    lone = LoneLayer(program, layer, search(program, 2, quick_prices(2), SearchRequest()).strategies[1])
+    lone = SingleLayer(program, layer, search(program, 2, quick_prices(2), SearchRequest()).strategies[1])
     numbers = lone._inputs[layer.inputs.index(next(op for op in layer.ops if op.target == DOCUMENTS).operands[3])]
     assert numbers[0].tolist() == [place // 4 for place in range(16)]
     lone.backward(lone.forward())
@@ -84,7 +84,7 @@ def test_a_timed_layer_takes_longer_if_there_is_more_of_it():
         whole = LayerStrategy(
             (1,), (("-",),) * len(layer.ops), (), _whole(layer.inputs), _whole(layer.outputs), (), _whole(layer.state)
         )
-        lone = LoneLayer(program, layer, whole)
+        lone = SingleLayer(program, layer, whole)
         seconds.append(time_layer(lone.forward, lone.backward, torch.device("cpu"), 0.1))
     assert 0 < seconds[0].forward_s < seconds[1].forward_s / 2
     assert 0 < seconds[0].backward_s < seconds[1].backward_s / 2

@@ -128,8 +128,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
 MIXES = ([4, 6, 16, 1, 9, 2], [16], [8, 8, 8, 8])
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [("bert", 2), ("dit", 2), *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("t5", 4), ("vit", 4)))],
+)
 def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int) -> None:
     make, names, packs = CASES[case]
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -30,9 +31,15 @@ from tests.zoo import quick_prices
 
 def plan_of(name: str, *constraints: str, world: int = 2) -> tuple[torch.nn.Module, dict[str, Tensor], autopar.Plan]:
     """A model, its inputs, and a plan made before anything is broken."""
+    return *make(name, torch.float32), searched(name, constraints, world)
+
+
+@cache
+def searched(name: str, constraints: tuple[str, ...], world: int) -> autopar.Plan:
+    """The plan for a model like it."""
     model, inputs = make(name, torch.float32)
     program = trace(model, (), inputs).program
-    return model, inputs, search(program, world, quick_prices(world), SearchRequest(constraints=constraints))
+    return search(program, world, quick_prices(world), SearchRequest(constraints=constraints))
 
 
 def test_a_good_plan_passes() -> None:

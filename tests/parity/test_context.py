@@ -25,7 +25,6 @@ from tests.zoo import Subject, assert_parity, plan_for, quick_prices, subject, t
 CASES = {
     "llama": (
         (2, ("context=2",)),
-        (4, ("context=4",)),
         (4, ("context=4", "zero=3", "recompute=full")),
         (4, ("context=4", "recompute=selective")),
         (4, ("context=4", "offload=activations")),
@@ -35,12 +34,12 @@ CASES = {
         (4, ("context=2", "data=2", "zero=2")),
         (8, ("context=2", "sequence=2", "data=2", "zero=3")),
     ),
-    "gpt2": ((2, ("context=2",)), (4, ("context=4", "zero=3", "recompute=full"))),
+    "gpt2": ((4, ("context=4", "zero=3", "recompute=full")),),
     "bert": ((2, ("context=2",)), (4, ("context=4",))),
-    "t5": ((2, ("context=2",)), (4, ("context=4",))),
+    "t5": ((4, ("context=4",)),),
     "plain_gpt": ((4, ("context=4",)),),
 }
-FAST = {("llama", 2), ("bert", 2), ("gpt2", 2)}
+FAST = {("llama", 2), ("bert", 2)}
 
 
 def cases() -> list:
@@ -159,7 +158,7 @@ def without(program: Program, kernel: str) -> Program:
 
 def test_a_degree_that_divides_no_tokens_is_refused():
     """And the length that the message names is a way out, with the same loss."""
-    for length, degree, padded in ((18, 4, 24), (17, 2, 20), (20, 4, 24)):
+    for length, degree, padded in ((17, 2, 20), (20, 4, 24)):
         model, inputs = make_llama(batch=2, layers=1, length=length)
         program = trace(model.double().train(), (), inputs).program
         message = (

@@ -228,7 +228,7 @@ def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_objective_is_the_reported_price(case: Case) -> None:
     assume(fits_in_time(case))
     solutions = solve(case)

@@ -12,7 +12,7 @@ from autopar.search import SearchRequest, TrainingSpec, plan_search, search
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import idle_of
 from autopar.search.single_stage import SingleStagePaths
-from autopar.step.pricing import predict
+from autopar.step.pricing import StepPricing
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
@@ -45,7 +45,7 @@ def looked_at(
 
 
 def simulated_s(decisions: Decisions) -> float:
-    return predict(PROGRAM, decisions, PRICES, TrainingSpec(), schedule_actions).step_time_s
+    return StepPricing(PROGRAM, decisions, PRICES, TrainingSpec(), schedule_actions).step_s
 
 
 @pytest.mark.parametrize("constraints", CASES, ids=str)

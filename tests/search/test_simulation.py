@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -39,10 +40,12 @@ PLANS = [
 FLAT = [constraints for constraints in PLANS if "pipeline=1" in constraints]
 
 
+@cache
 def model() -> Program:
     return decoder_model(3, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
 
 
+@cache
 def planned(*constraints: str) -> tuple[Program, Plan]:
     program = model()
     request = SearchRequest(constraints=constraints, max_microbatches=4, schedules=schedule_actions)

@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
-from autopar.lower.program.single_layer import LoneLayer
+from autopar.lower.program.single_layer import SingleLayer
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
@@ -101,16 +101,16 @@ def kernels_counted() -> Generator[list[int]]:
         scheduler.Scheduler.codegen = codegen
 
 
-def forward_and_saved(lone: LoneLayer) -> tuple[Sequence[Tensor], list[Tensor]]:
+def forward_and_saved(lone: SingleLayer) -> tuple[Sequence[Tensor], list[Tensor]]:
     """A layer's outputs, and what autograd saves."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
         return lone.forward(), saved
 
 
-def bytes_but_parameters(saved: list[Tensor], lone: LoneLayer) -> int:
+def bytes_but_parameters(saved: list[Tensor], lone: SingleLayer) -> int:
     """Of these tensors, with each storage once."""
-    held = {x.untyped_storage().data_ptr() for x in lone._held}  # pyright: ignore[reportPrivateUsage]
+    held = {x.untyped_storage().data_ptr() for x in lone._state}  # pyright: ignore[reportPrivateUsage]
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     return sum(size for key, size in sizes.items() if key not in held)
 
@@ -133,7 +133,9 @@ def test_inductor_computes_named_ops_again(name: str) -> None:
     measured: list[int] = []
     for policy in policies:
         torch.manual_seed(0)
-        lone = LoneLayer(program, layer, replace(strategy, recompute=policy), compiled=True, constants=traced.constants)
+        lone = SingleLayer(
+            program, layer, replace(strategy, recompute=policy), compiled=True, constants=traced.constants
+        )
         outputs, saved = forward_and_saved(lone)
         gradients.append(list(lone.backward(outputs)))
         measured.append(bytes_but_parameters(saved, lone))
@@ -159,7 +161,7 @@ def test_kernels_and_saved_bytes_are_those_of_inductor(name: str, more: tuple[in
     placed = place(program, layer, strategy)
     fused = fused_layer(placed, fuses_attention=False, is_training=True)
     with kernels_counted() as counts:
-        lone = LoneLayer(program, layer, strategy, compiled=True, constants=traced.constants)
+        lone = SingleLayer(program, layer, strategy, compiled=True, constants=traced.constants)
         outputs, saved = forward_and_saved(lone)
         lone.backward(outputs)
     measured = bytes_but_parameters(saved, lone)

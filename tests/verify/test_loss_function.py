@@ -22,20 +22,26 @@ def masked(outputs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return (functional.cross_entropy(outputs, labels, reduction="none") * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("constraints", [("data=2",), ("tensor=2", "microbatches=2"), ("data=2", "microbatches=2")])
+LOSSES: dict[str, tuple[LossFunction, Any]] = {
+    "class": (nn.CrossEntropyLoss(ignore_index=0), LABELS),
+    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 3.0])), LABELS),
+    "function": (functional.mse_loss, VALUES),
+    "mask": (masked, (LABELS, MASK)),
+    "lambda": (
+        lambda outputs, y, keep: functional.cross_entropy(outputs, torch.where(keep > 0, y, -100)),
+        {"y": LABELS, "keep": MASK},
+    ),
+}
+SPLITS = (("data=2",), ("tensor=2", "microbatches=2"), ("data=2", "microbatches=2"))
+
+
 @pytest.mark.parametrize(
-    ("loss_fn", "target"),
-    [
-        (nn.CrossEntropyLoss(ignore_index=0), LABELS),
-        (nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 3.0])), LABELS),
-        (functional.mse_loss, VALUES),
-        (masked, (LABELS, MASK)),
-        (lambda outputs, y, keep: functional.cross_entropy(outputs, torch.where(keep > 0, y, -100)),
-         {"y": LABELS, "keep": MASK}),
-    ],
-    ids=["class", "class weights", "function", "mask", "lambda"],
+    ("loss", "constraints"),
+    [*(("class", each) for each in SPLITS), ("class weights", SPLITS[1]), *((name, SPLITS[2]) for name in LOSSES
+                                                                          if name != "class")],
 )  # fmt: skip
-def test_parity_with_one_device(loss_fn: LossFunction, target: Any, constraints: Sequence[str]) -> None:
+def test_parity_with_one_device(loss: str, constraints: Sequence[str]) -> None:
+    loss_fn, target = LOSSES[loss]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     plan = autopar.plan(model, CLUSTER, (X,), loss_fn=loss_fn, example_target=target, constraints=constraints)

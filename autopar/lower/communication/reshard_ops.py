@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
+from autopar.lower.communication.sharded_rows import ShardedRows
 from autopar.placement import Step
 
 __all__ = ["apply_backward", "apply_forward", "reshard_tensor", "time_slice"]
@@ -39,7 +39,7 @@ def reshard_tensor(
 def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
     """Run the `forward` of `steps` in order, outside autograd."""
     moves: Sequence[Move] = forward_moves(steps)
-    if isinstance(x, HeldRows):
+    if isinstance(x, ShardedRows):
         x, moves = x.part(moves, communicator.rank)
     return _run(x.detach(), moves, communicator)
 

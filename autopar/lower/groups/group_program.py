@@ -125,7 +125,7 @@ class GroupProgram:
         if executor.stages.group_of(name) != executor.stages.group:
             return None
         losses = [
-            found[name].detach().double() * weight for found, weight in zip(step.values.found, weights, strict=True)
+            found[name].detach().double() * weight for found, weight in zip(step.values.outputs, weights, strict=True)
         ]
         return torch.stack(losses).sum()
 

@@ -37,7 +37,7 @@ class StepReport:
         steps_s: seconds of every measured step.
         predicted: None where nothing was.
         layers: names of this rank's layers, by index in the program.
-        alike: groups of indices of layers that run the same program, in the order of the first.
+        equal_layers: groups of indices of layers that run the same program, in the order of the first.
         group: the device group of this rank.
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not requested.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
@@ -51,7 +51,7 @@ class StepReport:
     steps_s: tuple[float, ...]
     predicted: StepTimeline | None
     layers: dict[int, str]
-    alike: tuple[tuple[int, ...], ...]
+    equal_layers: tuple[tuple[int, ...], ...]
     group: int = 0
     kernels: tuple[KernelTime, ...] = ()
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
@@ -74,7 +74,9 @@ class StepReport:
 
     def rows(self) -> list[tuple[str, list[tuple[float | None, float]]]]:
         """Name of layers that run the same program -> predicted and measured seconds of each column, of all of them."""
-        return [(self._name(alike), [self._both(alike, column) for column in COLUMNS]) for alike in self.alike]
+        return [
+            (self._name(indices), [self._both(indices, column) for column in COLUMNS]) for indices in self.equal_layers
+        ]
 
     def streams(self) -> list[tuple[str, float | None, float]]:
         """Stream, or the whole step -> predicted and measured seconds."""
@@ -88,14 +90,14 @@ class StepReport:
     def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
         """Name of layers that run the same program, category -> name, seconds and share of its longest kernels."""
         results: list[tuple[str, str, list[tuple[str, float, float]]]] = []
-        for alike in self.alike:
+        for indices in self.equal_layers:
             for category in dict.fromkeys(each.category for each in self.kernels):
-                own = [k for k in self.kernels if k.layer in alike and k.category == category]
+                own = [k for k in self.kernels if k.layer in indices and k.category == category]
                 seconds = {k.name: sum(e.seconds for e in own if e.name == k.name) for k in own}
                 total = sum(seconds.values())
                 longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
                 if total:
-                    results.append((self._name(alike), category, [(name, s, s / total) for name, s in longest]))
+                    results.append((self._name(indices), category, [(name, s, s / total) for name, s in longest]))
         return results
 
     def __str__(self) -> str:
@@ -163,14 +165,14 @@ class StepReport:
         measured: Sequence[StepTimeline],
         predicted: StepTimeline | None,
         layers: dict[int, str],
-        alike: tuple[tuple[int, ...], ...],
+        equal_layers: tuple[tuple[int, ...], ...],
         group: int,
         kernels: tuple[KernelTime, ...] = (),
     ) -> StepReport:
         """Of several measured steps, the one whose time is the median (of an even number, the faster)."""
         steps_s = tuple(timeline.step_s for timeline in measured)
         median = next(timeline for timeline in measured if timeline.step_s == statistics.median_low(steps_s))
-        return cls(median, steps_s, predicted, layers, alike, group, kernels)
+        return cls(median, steps_s, predicted, layers, equal_layers, group, kernels)
 
 
 def _cell(predicted_s: float | None, measured_s: float) -> str:

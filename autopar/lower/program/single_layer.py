@@ -26,13 +26,13 @@ from autopar.program import Layer, Program
 from autopar.step.activation_policies import activation_policy
 from autopar.step.instructions import LocalValue
 
-__all__ = ["LoneLayer"]
+__all__ = ["SingleLayer"]
 
 _LEAST = 2
 """Integers that index nothing are 0 and 1: masks of integers, lengths."""
 
 
-class LoneLayer:
+class SingleLayer:
     """A lowered layer with inputs, ready to run forward and backward again and again.
 
     Args:
@@ -71,8 +71,8 @@ class LoneLayer:
         maker = _LayerMaker(program, layer, self.device, constants or {})
         local = lowered.local
         self._inputs = [maker.make(local.values[index]) for index in local.inputs]
-        self._held = [maker.make(local.values[index]) for index in local.state]
-        self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
+        self._state = [maker.make(local.values[index]) for index in local.state]
+        self._leaves = [x for x in (*self._inputs, *self._state) if x.requires_grad]
         if compiled:
             lowered.module.forward = compile_program(lowered, self._context.communicator)
         outputs = self.forward()
@@ -85,7 +85,7 @@ class LoneLayer:
 
     def forward(self) -> Sequence[Tensor]:
         """The outputs, with what backward needs."""
-        module, state, context = self._program.module, self._held, self._context
+        module, state, context = self._program.module, self._state, self._context
         if self._reruns:
             return run_twice(lambda *inputs: module(*inputs, *state, context), self._inputs)
         if self._keeping is not None:

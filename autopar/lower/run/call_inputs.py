@@ -1,4 +1,4 @@
-"""The inputs of a call as every rank passes them -> the whole batch, or what stands for it (`HeldRows`).
+"""The inputs of a call as every rank passes them -> the whole batch, or what stands for it (`ShardedRows`).
 
 By default ranks pass the whole batch already, or DTensors.  With local inputs each data rank passes its own rows, and
 the batch is those of data rank 0, then those of data rank 1, and so on; ranks may pass different numbers of rows.
@@ -22,9 +22,9 @@ from autopar.errors import InputShapeError, LossError
 from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
-from autopar.lower.communication.held_rows import HeldRows, Spans, dtensor_spans
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
+from autopar.lower.communication.sharded_rows import ShardedRows, Spans, dtensor_spans
 from autopar.lower.compat import leaves_of
 from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
@@ -148,7 +148,7 @@ class CallInputs:
             kind: what the call is, with a place for its number.
             args: of this rank.
             kwargs: likewise.
-            holds_rows: give rows that need no gradient as `HeldRows`.
+            holds_rows: give rows that need no gradient as `ShardedRows`.
 
         Raises:
             InputShapeError: the inputs of this rank don't fit together, or those of another rank have other forms.
@@ -210,10 +210,10 @@ class CallInputs:
             holds = holds_rows and not x.requires_grad
             if isinstance(x, DTensor):
                 own = dtensor_spans(x, self._communicator.world_size) if holds else ()
-                tensors.append(HeldRows.of_rows(x.to_local(), own, _full(x)) if own else x.full_tensor())
+                tensors.append(ShardedRows.of_rows(x.to_local(), own, _full(x)) if own else x.full_tensor())
             elif name in opened.local and holds and self._split.size > 1:
                 gather = partial(self._gather, counts=counts)
-                tensors.append(HeldRows.of_rows(x.to(self._communicator.device), spans, gather))
+                tensors.append(ShardedRows.of_rows(x.to(self._communicator.device), spans, gather))
             else:
                 tensors.append(self._gather(x.to(self._communicator.device), counts) if name in opened.local else x)
         return opened.call.call_with(tensors)

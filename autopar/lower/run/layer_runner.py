@@ -84,10 +84,10 @@ class LayerRunner:
         is_recording = torch.is_grad_enabled()
         if is_recording and activation_policy(self.strategy.recompute).keeps_inputs_only:
             return self._run_again_in_backward(parameters, inputs, others, context, offloaded)
-        held = self._held(parameters.differentiable(), others)
+        state = self._layer_state(parameters.differentiable(), others)
         if is_recording and (parameters.frees or self.keeping or offloaded):
-            return run_keeping_less(self.program, self.keeping, inputs, held, context, parameters, offloaded)
-        return self.program.module(*inputs, *held, context)
+            return run_keeping_less(self.program, self.keeping, inputs, state, context, parameters, offloaded)
+        return self.program.module(*inputs, *state, context)
 
     def _run_again_in_backward(
         self,
@@ -98,7 +98,7 @@ class LayerRunner:
         offloaded: OffloadedTensors | None,
     ) -> Sequence[Tensor]:
         def run(*inputs: Tensor) -> Sequence[Tensor]:
-            return self.program.module(*inputs, *self._held(parameters.differentiable(), others), context)
+            return self.program.module(*inputs, *self._layer_state(parameters.differentiable(), others), context)
 
         # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
         # priced.
@@ -117,7 +117,7 @@ class LayerRunner:
             tensors[position] = apply_forward(buffer, steps, communicator)
         return tensors
 
-    def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
+    def _layer_state(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
         state = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
         return [state[position] for position in range(len(self.layer.state))]
 

@@ -18,8 +18,8 @@ from autopar.lower.autograd import call_function, on_gradient
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
-from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.late_tensor import LateTensor
+from autopar.lower.communication.sharded_rows import ShardedRows
 from autopar.lower.compat import leaves_of, map_leaves, named_tensors
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
@@ -311,7 +311,9 @@ class ParallelModule(ModuleInspection):
             assert found is not None
             executor, tensors = found
             named = zip(executor.executable.program.inputs, tensors, strict=True)
-            return found, [(n, x) for n, x in named if not isinstance(x, HeldRows | CarriedTensor)]  # compared before
+            return found, [
+                (n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor)
+            ]  # compared before
 
         found, problem = attempt(look_up)
         if found is None and problem is None:

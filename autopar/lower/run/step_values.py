@@ -44,7 +44,7 @@ class StepValues:
     """The values of one step; without stages those of the one stage that all layers make.
 
     Attributes:
-        found: per microbatch, the values that the caller or an update gets, as this rank has them.
+        outputs: per microbatch, the values that the caller or an update gets, as this rank has them.
         differentiable: those of them that a gradient can come for.
         differentiable_inputs: the program's inputs that require a gradient, by value name.
         input_gradients: theirs, as far as backward has come.
@@ -57,7 +57,7 @@ class StepValues:
         `inputs` has the program's inputs for each microbatch: the whole batch, of which programs take their slices, or
         those of the microbatch alone if the program has a single one.  Every rank has them.
         """
-        self.found: list[dict[str, Tensor]] = [{} for _ in inputs]
+        self.outputs: list[dict[str, Tensor]] = [{} for _ in inputs]
         self.differentiable: set[str] = set()
         self._inputs_of = [dict(zip(executor.executable.program.inputs, own, strict=True)) for own in inputs]
         self._inputs = self._inputs_of[0]
@@ -96,11 +96,11 @@ class StepValues:
             self.differentiated = _influences(self._executor.executable.program, gradients)
 
     def results(self) -> dict[str, Tensor]:
-        """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
+        """`outputs`, joined over microbatches, those that are whole from all device groups; they can be read once."""
         executor = self._executor
         results = {name: _whole(self._inputs[name]) for name in executor.kept if name in self._inputs}
-        for name in tuple(self.found[0]):
-            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
+        for name in tuple(self.outputs[0]):
+            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.outputs])
         for name in executor.returned_whole:
             results[name] = executor.share_across_groups(name, results.get(name))
         return results
@@ -131,7 +131,7 @@ class StepValues:
         values = self[action]
         own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
         executor.update_buffers_of_microbatch(own)
-        results = self.found[action.microbatch]
+        results = self.outputs[action.microbatch]
         for name in executor.kept:
             if name in own:
                 results[name] = self._return(name, action, values)
@@ -164,7 +164,7 @@ class StepValues:
             values.add_gradient(name, gradient)
         for name in [name for name in self._given if self._executor.stages.stage_of.get(name) == stage]:
             self._num_taken[name] += 1
-            is_last = self._num_taken[name] == len(self.found)
+            is_last = self._num_taken[name] == len(self.outputs)
             gradient = self._given.pop(name) if is_last else self._given[name]
             gradient = gradient * self._weights[microbatch] if self._weights else gradient
             values.add_gradient(name, self._gradient_of_returned(name, microbatch, gradient))

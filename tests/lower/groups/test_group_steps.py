@@ -42,7 +42,7 @@ EIGHT = {
     "a giant and empty groups": ([16], [16, 8, 8]),
     "many small ones": ([2, 3, 4, 4, 1, 2, 8], [8, 8, 8, 4, 4]),
 }
-STEPS = 5
+STEPS = 3
 
 
 def gradients_of(found: Family, made: Any) -> dict[str, Tensor]:

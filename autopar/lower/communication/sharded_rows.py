@@ -16,13 +16,13 @@ from autopar.lower.compat import from_torch_placement
 from autopar.placement import REPLICATE, Axis, Layout, shard
 from autopar.step.data_split import DataSplit
 
-__all__ = ["HeldRows", "Spans", "dtensor_spans"]
+__all__ = ["ShardedRows", "Spans", "dtensor_spans"]
 
 Spans = tuple[tuple[int, int], ...]
 """Per global rank, the rows that it has: first and last + 1."""
 
 
-class HeldRows(LateTensor):
+class ShardedRows(LateTensor):
     """Stands for a whole tensor, of which this rank has rows; reading other rows gathers it, on all ranks at once."""
 
     _rows: Tensor
@@ -57,7 +57,7 @@ class HeldRows(LateTensor):
         if func is Tensor.untyped_storage:
             return args[0]._rows.untyped_storage()
         if func is Tensor.to and not kwargs and len(args) == 2 and isinstance(args[1], torch.dtype):
-            held: HeldRows = args[0]
+            held: ShardedRows = args[0]
             return held.of_rows(held._rows.to(args[1]), held._spans, lambda _: held.whole().to(args[1]))
         return super().__torch_function__(func, types, args, kwargs)
 
