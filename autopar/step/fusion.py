@@ -16,24 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
 
+from autopar.step.fused_kernels import FusedKernel, Key, Task, join_tasks
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
 
-__all__ = ["FusedKernel", "FusedLayer", "fused_layer", "rerunning_graph"]
+__all__ = ["FusedLayer", "fused_layer", "rerunning_graph"]
 
 _STATISTICS_SHARE = 4  # a result so many times smaller than what it is made of is kept: it is a statistic
 _UNROLLED = 8  # a sum of fewer elements is no loop of its own
-_Key = tuple[object, ...]
-
-
-class FusedKernel(NamedTuple):
-    """A kernel made of ops of these indices in the layer: the bytes that it reads and writes."""
-
-    ops: tuple[int, ...]
-    read_bytes: float
-    write_bytes: float
 
 
 @dataclass(frozen=True)
@@ -88,13 +79,13 @@ def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fu
     whole = tensor_graph(placed, fuses_attention=fuses_attention)
     saving = _Saving(whole) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
-    forward = _kernels(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)
+    forward = join_tasks(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)
     graph = _in_memory(whole, forward.inside, saving)
     if saving is None:
         return _Fused(whole, forward.inside, FusedLayer(graph, forward.of_ops(graph), ()))
     backward = _BackwardTasks(graph)
     tasks, leaving = backward.build()
-    joined = _kernels(tasks, leaving, graph.sizes)
+    joined = join_tasks(tasks, leaving, graph.sizes)
     unseen = frozenset(key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms))
     layer = FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
     fused = _Fused(whole, forward.inside, layer, joined.kernels, unseen)
@@ -114,7 +105,7 @@ class _Fused:
     """
 
     whole: TensorGraph
-    inside: frozenset[_Key]
+    inside: frozenset[Key]
     layer: FusedLayer
     backward: tuple[FusedKernel, ...] = ()
     unseen: frozenset[TensorKey] = frozenset()
@@ -124,157 +115,18 @@ class _Fused:
         return _saved_until(_without_gradients(graph, self.unseen), self.backward)
 
 
-# --- kernels
-
-
-@dataclass
-class _Task:
-    """Something that runs: an op, a move or a part of a backward.
-
-    Args:
-        node: number of the node that it belongs to; -1 of none.
-        fuses: whether it can be a part of a kernel.
-        elements: over how many elements it runs; other ways through as many have another sign.
-        reads: bytes by tensor.
-        makes: bytes and elements by tensor.
-        piece: as in `TensorNode`.
-        passes: likewise.
-    """
-
-    node: int
-    fuses: bool
-    elements: int
-    reads: Mapping[_Key, float]
-    makes: Mapping[_Key, tuple[float, int]]
-    piece: int
-    passes: int = 1
-
-
-@dataclass
-class _Kernels:
-    """Kernels made of nodes of these numbers, and what only the kernels that make it read."""
-
-    kernels: tuple[FusedKernel, ...]
-    inside: frozenset[_Key]
-
-    def of_ops(self, graph: TensorGraph) -> tuple[FusedKernel, ...]:
-        """The kernels made of the ops of those nodes."""
-        named = (k._replace(ops=tuple(graph.nodes[n].index for n in k.ops)) for k in self.kernels)
-        kernels = (k._replace(ops=tuple(op for op in k.ops if op >= 0)) for k in named)
-        return tuple(kernel for kernel in kernels if kernel.ops)  # moves inside a device cost nothing
-
-
-def _kernels(tasks: Sequence[_Task], leaving: Iterable[_Key], sizes: Mapping[TensorKey, float]) -> _Kernels:
-    """Join tasks, which are in order, into kernels; what is `leaving` is written whoever reads it."""
-    kept = frozenset(leaving)
-    maker = {key: number for number, task in enumerate(tasks) for key in task.makes}
-    readers: dict[_Key, list[int]] = {}
-    for number, task in enumerate(tasks):
-        for key in task.reads:
-            readers.setdefault(key, []).append(number)
-    _share_loops(tasks, maker, readers, kept)
-    group_of = _groups(tasks, maker)
-    members: dict[int, list[int]] = {}
-    for number, group in group_of.items():
-        members.setdefault(group, []).append(number)
-    kernels: list[FusedKernel] = []
-    inside: set[_Key] = set()
-    for group, numbers in members.items():
-        nodes = tuple(dict.fromkeys(tasks[number].node for number in numbers if tasks[number].node >= 0))
-        written = 0.0
-        for number in numbers:
-            for key, (num_bytes, _) in tasks[number].makes.items():
-                if key in kept or any(group_of.get(reader) != group for reader in readers.get(key, ())):
-                    written += num_bytes
-                else:
-                    inside.add(key)
-        kernels.append(FusedKernel(nodes, _read_bytes([tasks[n] for n in numbers], sizes), written))
-    return _Kernels(tuple(kernels), frozenset(inside))
-
-
-def _read_bytes(tasks: Sequence[_Task], sizes: Mapping[TensorKey, float]) -> float:
-    """Of what is made elsewhere, each tensor once; parts that are read of one add up to no more than the whole."""
-    made = {key for task in tasks for key in task.makes}
-    reads: dict[_Key, list[float]] = {}
-    for task in tasks:
-        for key, num_bytes in task.reads.items():
-            if key not in made:
-                reads.setdefault(key, []).append(num_bytes)
-    known: dict[_Key, float] = {**sizes}
-    once = sum(min(sum(each), known.get(key, max(each))) for key, each in reads.items())
-    return once * max(task.passes for task in tasks)
-
-
-def _share_loops(
-    tasks: Sequence[_Task], maker: Mapping[_Key, int], readers: Mapping[_Key, list[int]], kept: frozenset[_Key]
-) -> None:
-    """What is computed of a statistic belongs to the loop that it was taken in; what one larger loop alone reads is
-    computed in that loop, broadcast.
-    """
-    for task in tasks:
-        for key in task.reads if task.fuses else ():
-            number = maker.get(key)
-            if number is None or not tasks[number].fuses or tasks[number].elements <= task.elements:
-                continue
-            if tasks[number].makes[key][1] == task.elements and tasks[number].piece == task.piece:
-                task.elements = tasks[number].elements
-    for number in range(len(tasks) - 1, -1, -1):
-        task = tasks[number]
-        reading = {reader for key in task.makes for reader in readers.get(key, ())}
-        if not task.fuses or len(reading) != 1 or not kept.isdisjoint(task.makes):
-            continue
-        reader = tasks[reading.pop()]
-        is_elementwise = task.elements == max(elements for _, elements in task.makes.values())
-        if reader.fuses and is_elementwise and reader.elements > task.elements and reader.piece == task.piece:
-            task.elements = reader.elements
-
-
-def _groups(tasks: Sequence[_Task], maker: Mapping[_Key, int]) -> dict[int, int]:
-    """Of the tasks that are in kernels, the first one of theirs.
-
-    A task's level counts what has to be done before it starts; tasks of one level never wait for each other but
-    through tasks of their kernel.
-    """
-    level = [0] * len(tasks)
-    parent = {number: number for number, task in enumerate(tasks) if task.fuses}
-
-    def first(number: int) -> int:
-        while parent[number] != number:
-            number = parent[number]
-        return number
-
-    seen: dict[tuple[object, ...], int] = {}
-    for number, task in enumerate(tasks):
-        for key in task.reads:
-            before = maker.get(key)
-            if before is not None and before < number:
-                joins = task.fuses and tasks[before].fuses and _loop(task) == _loop(tasks[before])
-                level[number] = max(level[number], level[before] + (not joins))
-        if not task.fuses:
-            continue
-        for key in (*task.reads, *task.makes):
-            place = (level[number], *_loop(task), key)
-            one, other = sorted((first(number), first(seen.setdefault(place, number))))
-            parent[other] = one
-    return {number: first(number) for number in parent}
-
-
-def _loop(task: _Task) -> tuple[int, int]:
-    return task.elements, task.piece
-
-
 # --- forward
 
 
-def _forward_tasks(graph: TensorGraph) -> list[_Task]:
-    tasks: list[_Task] = []
+def _forward_tasks(graph: TensorGraph) -> list[Task]:
+    tasks: list[Task] = []
     for number, node in enumerate(graph.nodes):
         if not node.makes:  # a view
             continue
         names = node.op.results if node.op else [name for name, _, _ in node.makes]
         extents = dict(zip(names, node.types[len(node.reads) :], strict=True))
         tasks.append(
-            _Task(
+            Task(
                 number,
                 node.fuses or (node.op is None and node.is_local),
                 _elements(node),
@@ -291,8 +143,8 @@ def _elements(node: TensorNode) -> int:
     return max(tensor.num_elements for tensor in node.types)
 
 
-def _reads(node: TensorNode) -> dict[_Key, float]:
-    reads: dict[_Key, float] = {}
+def _reads(node: TensorNode) -> dict[Key, float]:
+    reads: dict[Key, float] = {}
     for key, tensor in zip(node.reads, node.types, strict=False):
         reads[key] = reads.get(key, 0.0) + tensor.num_bytes
     return reads
@@ -375,7 +227,7 @@ def _wanted(node: TensorNode) -> tuple[TensorKey, ...]:
     return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
 
 
-def _in_memory(graph: TensorGraph, inside: Set[_Key], saving: _Saving | None) -> TensorGraph:
+def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None) -> TensorGraph:
     """The graph without what is never in memory, as it is `inside` of kernels."""
     nodes: list[TensorNode] = []
     for number, node in enumerate(graph.nodes):
@@ -427,11 +279,11 @@ class _BackwardTasks:
     """The tasks of a backward; `arriving` are the terms of each tensor's gradient so far, with bytes."""
 
     graph: TensorGraph
-    tasks: list[_Task] = field(default_factory=list[_Task])
-    arriving: dict[TensorKey, dict[_Key, float]] = field(default_factory=dict[TensorKey, dict[_Key, float]])
-    leaving: set[_Key] = field(default_factory=set[_Key])
+    tasks: list[Task] = field(default_factory=list[Task])
+    arriving: dict[TensorKey, dict[Key, float]] = field(default_factory=dict[TensorKey, dict[Key, float]])
+    leaving: set[Key] = field(default_factory=set[Key])
 
-    def build(self) -> tuple[list[_Task], set[_Key]]:
+    def build(self) -> tuple[list[Task], set[Key]]:
         """The tasks in order, and the gradients that leave."""
         for _, target, gets_gradient in self.graph.outputs:
             if gets_gradient:
@@ -452,7 +304,7 @@ class _BackwardTasks:
             terms = self.arriving.get(target.key, {})
             if len(terms) > 1 and (not node.fuses or (passes and len(node.sources) > 1)):
                 self._add_up(target.key, terms, number, node.piece)
-        reads: dict[_Key, float] = {}
+        reads: dict[Key, float] = {}
         for target in node.targets:
             reads |= self.arriving.get(target.key, {})
         whole = [source for source in node.sources if passes and self._is_whole(node, source)]
@@ -466,26 +318,26 @@ class _BackwardTasks:
             if source not in whole:
                 self._give(number, node, place, gradients if node.op is None else reads)
 
-    def _give(self, number: int, node: TensorNode, place: int, reads: Mapping[_Key, float]) -> None:
+    def _give(self, number: int, node: TensorNode, place: int, reads: Mapping[Key, float]) -> None:
         """One task for each source: those of a product are one kernel's all the same, as they are priced apart."""
         source = node.sources[place]
-        key: _Key = ("gradient", number, place)
+        key: Key = ("gradient", number, place)
         elements = _elements(node)
         if node.fuses and elements < _UNROLLED * source.num_elements:
             elements = source.num_elements
         elif node.fuses and self._sums_rows(node, source):
             elements = -elements
-        makes: dict[_Key, tuple[float, int]] = {key: (source.num_bytes, source.num_elements)}
-        self.tasks.append(_Task(number, node.fuses, elements, reads, makes, node.piece))
+        makes: dict[Key, tuple[float, int]] = {key: (source.num_bytes, source.num_elements)}
+        self.tasks.append(Task(number, node.fuses, elements, reads, makes, node.piece))
         if source.is_parameter:
             self.leaving.add(key)
         self.arriving.setdefault(source.key, {})[key] = source.num_bytes
 
-    def _add_up(self, key: TensorKey, terms: Mapping[_Key, float], node: int, piece: int) -> None:
+    def _add_up(self, key: TensorKey, terms: Mapping[Key, float], node: int, piece: int) -> None:
         made = ("sum", key, len(self.tasks))
         size = max(terms.values())
         count = next((t.num_elements for n in self.graph.nodes for t in (*n.targets, *n.sources) if t.key == key), 0)
-        self.tasks.append(_Task(node, True, count, dict(terms), {made: (size, count)}, piece))
+        self.tasks.append(Task(node, True, count, dict(terms), {made: (size, count)}, piece))
         self.arriving[key] = {made: size}
 
     @staticmethod

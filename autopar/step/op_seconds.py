@@ -6,7 +6,8 @@ from collections.abc import Sequence, Set
 
 from autopar.cluster import OpTime
 from autopar.program import Op, Ref, TensorType
-from autopar.step.fusion import FusedKernel, FusedLayer, fused_layer
+from autopar.step.fused_kernels import FusedKernel
+from autopar.step.fusion import FusedLayer, fused_layer
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
