@@ -229,6 +229,31 @@ def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> 
         assert cut or constraints[-1] == "zero=0" or name in ("torch's Adafactor", "Hugging Face's Adafactor")
 
 
+@pytest.mark.parametrize("name", ["torch's Muon", "Lion", "SOAP"])
+def test_it_trains_with_a_scheduler_and_hooks_as_on_one_device(name: str) -> None:
+    """A scheduler replaces ``step`` of the optimizer itself; hooks of it run once per step."""
+    model, x, _ = traced()
+
+    def train_scheduled(model: Any, x: Tensor) -> tuple[Any, int]:
+        calls: list[Optimizer] = []
+        optimizer = MAKE[name](model.parameters())
+        optimizer.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x=x).backward()
+            optimizer.step()
+            scheduler.step()
+        assert all(each is optimizer for each in calls)
+        return getattr(model, "full_state_dict", model.state_dict)(), len(calls)
+
+    expected, count = train_scheduled(copy.deepcopy(model), x)
+    for found, calls in by_rank(("data=2", "zero=3"), train_scheduled):
+        assert calls == count == 3
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
 def test_which_need_whole_parameters() -> None:
     matrix, bias = torch.empty(16, 32), torch.empty(16)
 

@@ -196,12 +196,18 @@ def _flags(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) -> Callable[..., Optimizer]:
-    """A function that makes an optimizer like `optimizer` that has other parameters, with the settings of `group`."""
-    settings = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    """A function that makes an optimizer like `optimizer` that has other parameters, with the settings of `group`.
+
+    It has neither hooks nor methods that were put on the optimizer itself, as schedulers of learning rates do with
+    ``step``: these would run on the original.
+    """
+    kind, settings = type(optimizer), copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    own = {name: x for name, x in vars(optimizer).items() if not (callable(x) and callable(getattr(kind, name, None)))}
+    own |= {name: type(x)() for name, x in own.items() if name.endswith("_hooks") and isinstance(x, dict)}
 
     def make(*parameters: nn.Parameter) -> Optimizer:
-        made: Any = object.__new__(type(optimizer))
-        made.__dict__.update(optimizer.__dict__)
+        made: Any = object.__new__(kind)
+        vars(made).update(own)
         made.param_groups = [{**copy.deepcopy(settings), "params": [*parameters]}]
         made.state = defaultdict(dict, {x: dict(flags) for x in parameters} if flags else {})
         return made
