@@ -9,7 +9,7 @@ optimizer whose kernels don't take DTensors (bitsandbytes) gets all parameters s
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -203,11 +203,11 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) ->
     """
     kind, settings = type(optimizer), copy.deepcopy({name: x for name, x in group.items() if name != "params"})
     own = {name: x for name, x in vars(optimizer).items() if not (callable(x) and callable(getattr(kind, name, None)))}
-    own |= {name: type(x)() for name, x in own.items() if name.endswith("_hooks") and isinstance(x, dict)}
+    own |= {name: OrderedDict[Any, Any]() for name in own if name.endswith("_hooks")}
 
     def make(*parameters: nn.Parameter) -> Optimizer:
         made: Any = object.__new__(kind)
-        vars(made).update(own)
+        made.__dict__.update(own)
         made.param_groups = [{**copy.deepcopy(settings), "params": [*parameters]}]
         made.state = defaultdict(dict, {x: dict(flags) for x in parameters} if flags else {})
         return made
