@@ -84,7 +84,7 @@ def in_backward(mishap: Mishap) -> None:
 
 
 def in_exchange(mishap: Mishap) -> None:
-    replace(tied_gradients, "_exchanged_sum", mishap)
+    replace(tied_gradients, "exchanged_sum", mishap)
 
 
 def in_broadcast(mishap: Mishap) -> None:

@@ -73,7 +73,7 @@ def test_a_good_pipeline_passes() -> None:
 @pytest.mark.slow
 def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = Rehearsal("gpt2", "1f1b")
-    monkeypatch.setattr(tied_gradients, "_exchanged_sum", lambda executor, x, groups: x.clone())
+    monkeypatch.setattr(tied_gradients, "exchanged_sum", lambda talk, stages, x, groups: x.clone())
     with pytest.raises(VerificationError, match=r"replicas of transformer\.wte\.weight differ") as caught:
         rehearsal.verify()
     assert "All ops agree, also with pipeline stages, but replicas of transformer.wte.weight" in str(caught.value)
@@ -83,8 +83,8 @@ def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.Monk
 def test_a_tied_gradient_that_is_halved_on_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal on its groups, and wrong: as a mean over groups would be."""
     rehearsal = Rehearsal("gpt2", "gpipe")
-    right = tied_gradients._exchanged_sum
-    monkeypatch.setattr(tied_gradients, "_exchanged_sum", lambda *args: right(*args) / 2)
+    right = tied_gradients.exchanged_sum
+    monkeypatch.setattr(tied_gradients, "exchanged_sum", lambda *args: right(*args) / 2)
     with pytest.raises(VerificationError, match=r"gradients within .* \(transformer\.wte\.weight\)") as caught:
         rehearsal.verify()
     where = "the gradient of transformer.wte.weight (tied across the device groups 0, 1) differs"
