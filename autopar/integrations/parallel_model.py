@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.api import parallelize
@@ -149,13 +149,26 @@ def load_model(model: nn.Module, folder: str) -> None:
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Save the optimizer's state by names of parameters, of all ranks, to load it on any number of ranks."""
-    _DCP.save(
-        {"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder, no_dist=count_ranks() == 1
-    )
+    state, _ = _optimizer_state(model, optimizer)
+    _DCP.save({"optimizer": state}, checkpoint_id=folder, no_dist=count_ranks() == 1)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Load what `save_optimizer` saved, by whatever plan and number of ranks."""
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    own, options = _optimizer_state(model, optimizer)
+    state = {"optimizer": own}
     _DCP.load(state, checkpoint_id=folder, no_dist=count_ranks() == 1)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], StateDictOptions]:
+    """The optimizer's state, and how it was read: with an entry for each parameter, settings of its group included, as
+    with pipeline stages a rank's optimizer has its own parameters only.
+
+    torch flattens states of tensors and numbers; others are nested.
+    """
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    try:
+        return get_optimizer_state_dict(model, optimizer, options=by_name), by_name
+    except NotImplementedError:
+        return get_optimizer_state_dict(model, optimizer), StateDictOptions()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -424,15 +424,18 @@ def check_resuming(folder: str) -> None:
     staged = cut(copy.deepcopy(single), inputs, "zbv")
     optimizer = OPTIMIZERS["adamw foreach"](staged.parameters())
     train_on(staged, optimizer, inputs, 2)
-    state, optimizer_state = get_state_dict(staged, optimizer)
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    state, optimizer_state = get_state_dict(staged, optimizer, options=by_name)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
     expected = train_on(staged, optimizer, inputs, 2)
 
     for resumed in (parallelize(single, inputs, constraints=("tensor=2",)), cut(single, inputs, "1f1b", cuts=(2,))):
         optimizer = OPTIMIZERS["adamw foreach"](resumed.parameters())
-        state, optimizer_state = get_state_dict(resumed, optimizer)
-        dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        set_state_dict(resumed, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+        state, optimizer_state = get_state_dict(resumed, optimizer, options=by_name)
+        loaded = {"model": state, "optimizer": optimizer_state}
+        dcp.load(loaded, checkpoint_id=folder)
+        state, optimizer_state = loaded["model"], loaded["optimizer"]
+        set_state_dict(resumed, optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=by_name)
         assert train_on(resumed, optimizer, inputs, 2) == pytest.approx(expected, rel=1e-5)
 
 

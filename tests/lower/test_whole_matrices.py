@@ -254,6 +254,19 @@ def test_it_trains_with_a_scheduler_and_hooks_as_on_one_device(name: str) -> Non
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
 
 
+def test_a_loaded_state_without_settings_is_refused() -> None:
+    """As `set_optimizer_state_dict` leaves it where the list of groups that was saved has other names, with stages."""
+
+    def run(parallel: Any, x: Tensor) -> None:
+        optimizer = train(parallel, x, torch.optim.AdamW)
+        groups = [{"params": group["params"]} for group in optimizer.state_dict()["param_groups"]]
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        with pytest.raises(OptimizerError, match=r"AdamW has no lr, betas.*flatten_optimizer_state_dict=True"):
+            optimizer.step()
+
+    by_rank(("data=2", "zero=3"), run)
+
+
 def test_which_need_whole_parameters() -> None:
     matrix, bias = torch.empty(16, 32), torch.empty(16)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, OptimizerError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.full_state import SAVE_INSTEAD
 from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole
@@ -43,9 +43,22 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
 
 
 def fit_loaded_state(optimizer: Optimizer) -> None:
-    """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has loaded for sharded parameters."""
+    """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has loaded for sharded parameters.
+
+    Raises:
+        OptimizerError: what was loaded lacks settings of a parameter group.
+    """
     if _FITTED.get(optimizer) is optimizer.param_groups:
         return
+    for group in optimizer.param_groups:
+        if missing := [name for name in optimizer.defaults if name not in group]:
+            raise OptimizerError(
+                f"the loaded state of {type(optimizer).__name__} has no {', '.join(missing)} for "
+                f"{len(group['params'])} parameters: with pipeline stages a rank's optimizer has its own parameters "
+                "only, and a checkpoint has one list of groups for all ranks. Save and load with the option "
+                "StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
+                "set_optimizer_state_dict (docs/checkpoints.md)"
+            )
     _FITTED[optimizer] = optimizer.param_groups
     known = [(p, own) for p, own in optimizer.state.items() if isinstance(p, DTensor) and is_known(p)]
     # Of a parameter that is a number, an average is one too, and so is a count of steps, which stays a plain tensor.

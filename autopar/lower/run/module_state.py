@@ -101,8 +101,9 @@ class ModuleState(nn.Module):
         if self._executor.stages.is_pipeline:
             raise ModelError(
                 "with pipeline stages an optimizer numbers the parameters of its own stages, so that its state has no "
-                "form that one device knows: save get_optimizer_state_dict(model, optimizer) with "
-                "torch.distributed.checkpoint, which goes by names"
+                "form that one device knows: save get_optimizer_state_dict(model, optimizer, "
+                "options=StateDictOptions(flatten_optimizer_state_dict=True)) with torch.distributed.checkpoint, which "
+                "goes by names"
             )
         self._enter("full_optimizer_state_dict {}", lambda: (None, ()))
         keeps = rank is None or rank == self._communicator.rank
