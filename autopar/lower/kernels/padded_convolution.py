@@ -54,22 +54,8 @@ def _halo_padded_convolution(  # noqa: PLR0913
 ) -> Tensor:
     """`padded_convolution` of this device's slice of `x` in dim `dim`.
 
-    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on the one
-    axis of `shards`.  The gradients of `weight` and `bias` are terms (``B``).
-
-    Args:
-        dim: the dim of `x` that is split; at least 2.
-        shards: of that dim.
-        x: ``[batch, channels, ...]``, this device's equal slice.
-        weight: whole in space.
-        bias: per channel, or None.
-        stride: as in torch; likewise all others.
-        padding: see `stride`.
-        dilation: see `stride`.
-        groups: see `stride`.
-        widths: of the whole `x`.
-        mode: of padding.
-        value: of constant padding.
+    Communicates as a convolution without padding before it, and has its arguments (`autopar.lower.kernels.halos`);
+    `widths`, `mode` and `value` are those of padding the whole `x`.
     """
     place, at = dim - SPACE_DIMS[0], 2 * (x.ndim - 1 - dim)
     own, paddings, left = widths[at : at + 2], list(padding), list(widths)

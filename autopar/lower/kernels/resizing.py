@@ -39,20 +39,7 @@ def _halo_transposed_convolution(  # noqa: PLR0913  (its arguments)
 ) -> Tensor:
     """``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d`` of this device's slice of `x` in dim `dim`.
 
-    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on the one
-    axis of `shards`.  The gradients of `weight` and `bias` are terms (``B``).
-
-    Args:
-        dim: the dim of `x` that is split; at least 2.
-        shards: of that dim.
-        x: ``[batch, channels, ...]``, this device's equal slice.
-        weight: whole in space.
-        bias: per channel, or None.
-        stride: as in torch; likewise all others.
-        padding: see `stride`.
-        output_padding: see `stride`.
-        groups: see `stride`.
-        dilation: see `stride`.
+    Communicates as a convolution and has its arguments (`autopar.lower.kernels.halos`), and `output_padding`.
     """
     count, place, rows = x.ndim - 2, dim - SPACE_DIMS[0], x.shape[dim]
     strides, dilations = numbers(stride, count, 1), numbers(dilation, count, 1)
