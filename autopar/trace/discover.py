@@ -104,10 +104,10 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Tri
     if size > MAX_ELEMENTS or not operand_types or is_complex:
         return []
     for wide, positive in product((True, False), (False, True)):  # roots and logarithms want positive numbers
-        trials = [_make_trial(op, operand_types, result_types, seed, wide, positive) for seed in (0, 1)]
-        made = [trial for trial in trials if trial is not None]
-        if len(made) == 2:
-            return made
+        one = _make_trial(op, operand_types, result_types, 0, wide, positive)
+        other = _make_trial(op, operand_types, result_types, 1, wide, positive) if one else None
+        if one and other:
+            return [one, other]
     return []
 
 
