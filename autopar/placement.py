@@ -32,6 +32,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from enum import Flag, auto
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ __all__ = [
     "REPLICATE",
     "Axis",
     "Layout",
+    "Links",
     "Placement",
     "Step",
     "format_layout",
@@ -115,6 +117,13 @@ def _parse_placement(text: str) -> Placement:
     return Placement(match[1]) if match[1] else shard(int(match[2]), int(match[3] or 1))
 
 
+class Links(Flag):
+    """Links of a cluster: those inside nodes, and those between them."""
+
+    NODE = auto()
+    NETWORK = auto()
+
+
 class Axis(NamedTuple):
     """One mesh axis as the ranks it joins: `size` ranks, `stride` apart.
 
@@ -132,6 +141,16 @@ class Axis(NamedTuple):
         """The global ranks that share this axis with `rank`, in coordinate order."""
         first = rank - self.coordinate(rank) * self.stride
         return tuple(range(first, first + self.size * self.stride, self.stride))
+
+    def by_node(self, devices_per_node: int) -> tuple[int, int]:
+        """How many ranks of a group share a node, and how many nodes a group has."""
+        per_node = min(self.size, max(1, devices_per_node // self.stride))
+        return per_node, math.ceil(self.size / per_node)
+
+    def links(self, devices_per_node: int) -> Links:
+        """The links that a collective on this axis keeps busy."""
+        per_node, num_nodes = self.by_node(devices_per_node)
+        return (Links.NODE if per_node > 1 else Links(0)) | (Links.NETWORK if num_nodes > 1 else Links(0))
 
 
 @lru_cache(maxsize=4096)

@@ -12,14 +12,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "Event", "MemoryPoint", "StepTimeline"]
+__all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "STREAM_OF", "Event", "MemoryPoint", "StepTimeline"]
 
 _READERS = ("forward", "backward", "recompute")
 _ROUNDING = 1e-9  # of a step: an arrival and the start after it are sums in different orders
 
-STREAMS = ("compute", "communication", "pipeline", "host")
-"""Ops and the optimizer; collectives inside a device group; sends to other groups; copies between a device and its
-host's memory.  Events of a stream never overlap, except sends to different groups."""
+STREAMS = ("compute", "communication", "parameters", "pipeline", "host")
+"""Ops and the optimizer; collectives of activations inside a device group; those of parameters and their gradients;
+sends to other groups; copies between a device and its host's memory.  Events of a stream never overlap, except sends
+to different groups."""
+
+STREAM_OF = {
+    "gather": "parameters",
+    "reduce": "parameters",
+    "send": "pipeline",
+    "broadcast": "pipeline",
+    "offload": "host",
+    "fetch": "host",
+}
+"""Categories of events that are on neither of the first two streams, and where they are."""
 
 CATEGORIES = (
     "forward",

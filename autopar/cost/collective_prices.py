@@ -77,8 +77,7 @@ def collective_terms(cluster: Cluster, kind: str, axis: Axis) -> CollectiveTerms
     check_kind(kind)
     if axis.size <= 1:
         return CollectiveTerms(0.0, 0.0, 0.0, 1.0)
-    per_node = min(axis.size, max(1, cluster.devices_per_node // axis.stride))
-    num_nodes = math.ceil(axis.size / per_node)
+    per_node, num_nodes = axis.by_node(cluster.devices_per_node)
     if kind == "send" and num_nodes > 1:
         return _terms_across(cluster, kind, 2, 1, 2)
     if kind == "send":

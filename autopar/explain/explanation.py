@@ -9,6 +9,7 @@ from autopar.cluster import Device
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.pages.shapes import size
+from autopar.placement import Links
 from autopar.plan import Plan
 from autopar.plan.prediction import SPENT
 from autopar.step.plan_collectives import plan_collectives
@@ -125,8 +126,8 @@ def _links(answer: Answer) -> tuple[LinkRow, ...]:
     cluster = answer.question.cluster
     rows: dict[tuple[str, str], list[float]] = {}
     for run in plan_collectives(answer.program, answer.plan, answer.training):
-        is_within = run.axis.size * run.axis.stride <= cluster.devices_per_node
-        link = cluster.within.name if is_within else cluster.between.name
+        is_between = Links.NETWORK in run.axis.links(cluster.devices_per_node)
+        link = cluster.between.name if is_between else cluster.within.name
         row = rows.setdefault((link, run.kind), [0, 0.0, 0.0])
         row[0] += run.times
         row[1] += run.times * run.num_bytes

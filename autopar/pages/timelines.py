@@ -220,11 +220,13 @@ def timeline_table(timeline: StepTimeline) -> Table:
         rows.append(
             (
                 count(group), milliseconds(compute_s), percent(compute_s / timeline.step_s),
-                milliseconds(busy_s[group, "communication"]), milliseconds(busy_s[group, "pipeline"]),
+                *(milliseconds(busy_s[group, stream]) for stream in ("communication", "parameters", "pipeline")),
                 percent(1 - compute_s / timeline.step_s),
             )
         )  # fmt: skip
-    columns = ("group", "compute busy (ms)", "share", "communication (ms)", "sends (ms)", "compute idle")
+    columns = (
+        "group", "compute busy (ms)", "share", "communication (ms)", "of parameters (ms)", "sends (ms)", "compute idle",
+    )  # fmt: skip
     return Table("How long the streams of each device group are busy in one step", columns, tuple(rows))
 
 

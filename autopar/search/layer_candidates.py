@@ -41,7 +41,7 @@ from autopar.step.layer_cost import (
     stored_collectives,
 )
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
+from autopar.step.overlap_estimate import ComputingRuns, ParameterTransfer, overlapped_s, parameter_transfers
 from autopar.step.piece_seconds import best_pieces, demanded_pieces
 from autopar.step.training import own_training
 from autopar.step.value_flows import find_flows, time_view
@@ -239,15 +239,16 @@ def _variants(
     if not demands.offload:
         choices = [(cut, _worth_offloading(settings, placed.layer, running)) for cut, running in choices]
     training = own_training(settings.program, placed.layer, settings.training)
-    ahead_s, back_s = computing_runs(placed, settings.prices, settings.training)
+    ahead, back = computing_runs(placed, settings.prices, settings.training)
     count = settings.num_microbatches
     for cut, running in choices:
         pieced = replace(strategy, pieces=cut)
         for how, cost in running.items():
-            again_s = ahead_s if is_layer_rerun(how, training) else (cost.recompute_s / count,)
-            runs_s = ahead_s, (*again_s[:-1], again_s[-1] + back_s[0], *back_s[1:])
+            again_s = (cost.recompute_s / count,)
+            again = ahead if is_layer_rerun(how, training) else ComputingRuns(again_s, again_s)
+            runs = ahead, again.then(back)
             for stored in known[key]:
-                overlapped = overlapped_s(runs_s, *stored.transfers, stored.zero, count, training)
+                overlapped = overlapped_s(runs, *stored.transfers, stored.zero, count, training)
                 yield _Variant(policies, pieced, stored, how, cost + stored.cost, overlapped)
 
 

@@ -16,9 +16,10 @@ Movements inside one device (slices, zero padding, masks) cost nothing here.  By
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from autopar.placement import Links
 from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy, rerun_ops
@@ -29,6 +30,7 @@ from autopar.step.local_program import local_program
 from autopar.step.op_seconds import op_seconds
 from autopar.step.op_states import OpState, kernel_calls, kernel_hidden_s
 from autopar.step.optimizer_costs import optimizer_s
+from autopar.step.overlap_estimate import ComputingRuns, goes_on_beside
 from autopar.step.parameter_costs import brought_s, gradient_sums_s, held_cost
 from autopar.step.piece_seconds import hidden_s
 from autopar.step.prices import CollectiveCall, PricedCollective, Prices, priced, reshard_calls, run_s
@@ -213,25 +215,34 @@ def running_costs(
     return costs
 
 
-def computing_runs(
-    placed: PlacedLayer, prices: Prices, training: TrainingSpec
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds that a layer computes between its collectives of activations, of one microbatch's forward and backward;
-    what runs again in backward is not included.
+def computing_runs(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[ComputingRuns, ComputingRuns]:
+    """What a layer computes between its collectives of activations, in one microbatch's forward and backward; what runs
+    again in backward is not included.
     """
     training = own_training(placed.program, placed.layer, training)
     times = op_seconds(placed, prices, training)
     runs = list(running_collectives(placed, training, prices, reruns=False))
-    cuts = {phase: sorted({run.before for run in runs if run.phase == phase}) for phase in ("forward", "backward")}
+    ahead, back = ([run for run in runs if run.phase == phase] for phase in ("forward", "backward"))
+    forward = _between(ahead, [time.forward_s for time in times], prices)
+    backward = _between(back, [time.backward_s for time in times], prices)
+    return forward, ComputingRuns(backward.of_all[::-1], backward.of_network[::-1])
 
-    def between(seconds: list[float], phase: str) -> tuple[float, ...]:
-        bounds = [0, *cuts[phase], len(seconds)]
-        return tuple(sum(seconds[start:stop]) for start, stop in itertools.pairwise(bounds))
 
-    return (
-        between([time.forward_s for time in times], "forward"),
-        between([time.backward_s for time in times], "backward")[::-1],
-    )
+def _between(runs: Sequence[PricedCollective], seconds: Sequence[float], prices: Prices) -> ComputingRuns:
+    """The runs of compute of ops that take so many seconds, between these collectives."""
+    of_all = _cut(seconds, {run.before for run in runs})
+    inside = [run for run in runs if goes_on_beside(Links.NETWORK, run.axis.links(prices.devices_per_node))]
+    if not inside:
+        return ComputingRuns(of_all, of_all)
+    longer = [*seconds, 0.0]
+    for run in inside:
+        longer[run.before] += run_s(run, prices)
+    others = {run.before for run in runs} - {run.before for run in inside}
+    return ComputingRuns(of_all, _cut(longer, others))
+
+
+def _cut(seconds: Sequence[float], cuts: Iterable[int]) -> tuple[float, ...]:
+    return tuple(sum(seconds[start:stop]) for start, stop in itertools.pairwise([0, *sorted(cuts), len(seconds)]))
 
 
 def _returned_bytes(placed: PlacedLayer) -> float:

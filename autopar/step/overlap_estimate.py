@@ -8,18 +8,19 @@ part, are saved
 ``min((1 - taken) * t, c)``      (`benchmarks.published.overlap.both_s`, less c and t)
 
 Compute that waits for a collective of activations waits first for the one that is under way, so each of these ends a
-run of compute: a collective of parameters overlaps with the run in which it begins, and with no other.
+run of compute: a collective of parameters overlaps with the run in which it begins, and with no other.  One between
+nodes goes on while a collective of activations runs inside the nodes (`goes_on_beside`), so those don't end its run.
 
 A search minimises sums of seconds less these estimates; `hideable_s` bounds what can be saved.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.placement import Links
 from autopar.plan.prediction import LayerCost
 from autopar.program import Program
 from autopar.step.local_layer import PlacedLayer
@@ -27,7 +28,55 @@ from autopar.step.parameter_costs import brought_s
 from autopar.step.prices import PricedCollective, Prices
 from autopar.step.training import TrainingSpec
 
-__all__ = ["Hideable", "ParameterTransfer", "hideable_s", "in_one_buffer", "overlapped_s", "parameter_transfers"]
+__all__ = [
+    "ComputingRuns",
+    "Hideable",
+    "ParameterTransfer",
+    "Transfer",
+    "goes_on_beside",
+    "hideable_s",
+    "in_one_buffer",
+    "overlapped_s",
+    "parameter_transfers",
+]
+
+
+def goes_on_beside(transfer: Links, collective: Links) -> bool:
+    """Whether a collective of parameters goes on while compute waits for a collective of activations.
+
+    Each process group has a communicator and a stream of its own (https://github.com/pytorch/pytorch/issues/132852),
+    so two collectives run at once, and no link carries both if one is between nodes and the other inside them.  Both
+    take memory bandwidth and multiprocessors: the collective of activations is slowed down like compute.
+    """
+    return transfer == Links.NETWORK and collective == Links.NODE
+
+
+class Transfer(NamedTuple):
+    """One collective of parameters or gradients: its seconds, what of them is left to compute at the same time, and the
+    links that it keeps busy.
+    """
+
+    seconds: float
+    free_s: float
+    links: Links = Links.NODE | Links.NETWORK
+
+
+class ComputingRuns(NamedTuple):
+    """Seconds between collectives of activations that end a run of compute, in order.
+
+    Args:
+        of_all: for transfers that wait while any collective of activations runs.
+        of_network: for those that go on beside collectives inside nodes, whose seconds are included.
+    """
+
+    of_all: Sequence[float]
+    of_network: Sequence[float]
+
+    def then(self, other: ComputingRuns) -> ComputingRuns:
+        """These runs and others behind them: the last of the first goes on as the first of the others."""
+        return ComputingRuns(
+            *((*one[:-1], one[-1] + two[0], *two[1:]) for one, two in zip(self, other, strict=True))
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,12 +85,11 @@ class ParameterTransfer:
 
     Args:
         apart_s: seconds, if each parameter has a collective of its own: what a sum counts.
-        together: of each collective as they share buffers, its seconds, and what of them is left to compute at the same
-            time.
+        together: the collectives, as parameters share buffers.
     """
 
     apart_s: float = 0.0
-    together: tuple[tuple[float, float], ...] = ()
+    together: tuple[Transfer, ...] = ()
 
     def __add__(self, other: ParameterTransfer) -> ParameterTransfer:
         """Both, one after the other."""
@@ -50,19 +98,39 @@ class ParameterTransfer:
     @property
     def together_s(self) -> float:
         """Seconds, as they share buffers."""
-        return sum(seconds for seconds, _ in self.together)
+        return sum(each.seconds for each in self.together)
 
-    def overlapped_s(self, runs_s: Sequence[float]) -> float:
+    @property
+    def unmerged_s(self) -> float:
+        """What a sum counts, but no step shows, as parameters share buffers."""
+        return self.apart_s - self.together_s
+
+    def hideable_s(self) -> float:
+        """What a sum counts and a step may not show, however long it computes at the same time."""
+        return self.unmerged_s + sum(each.free_s for each in self.together)
+
+    def overlapped_s(self, runs: ComputingRuns) -> float:
         """What a sum counts, but a step doesn't show that computes so long at the same time, run by run."""
-        hidden_s, run = self.apart_s - self.together_s, 0
-        left_s = runs_s[0] if runs_s else 0.0
-        for _, free_s in self.together:
-            hidden_s += min(free_s, left_s)
-            left_s -= free_s
-            if left_s <= 0:
-                run += 1
-                left_s = runs_s[run] if run < len(runs_s) else 0.0
-        return hidden_s
+        between = [each.free_s for each in self.together if goes_on_beside(each.links, Links.NODE)]
+        others = [each.free_s for each in self.together if not goes_on_beside(each.links, Links.NODE)]
+        hidden_s = _within_runs(others, runs.of_all)
+        if between:
+            # Both kinds share one queue and the same compute.
+            hidden_s = min(hidden_s + _within_runs(between, runs.of_network), sum(runs.of_network))
+        return self.unmerged_s + hidden_s
+
+
+def _within_runs(transfers_s: Sequence[float], runs_s: Sequence[float]) -> float:
+    """What of these is hidden by runs of compute, each by the run in which it begins."""
+    hidden_s, run = 0.0, 0
+    left_s = runs_s[0] if runs_s else 0.0
+    for free_s in transfers_s:
+        hidden_s += min(free_s, left_s)
+        left_s -= free_s
+        if left_s <= 0:
+            run += 1
+            left_s = runs_s[run] if run < len(runs_s) else 0.0
+    return hidden_s
 
 
 def in_one_buffer(program: Program, runs: Iterable[PricedCollective]) -> list[list[PricedCollective]]:
@@ -82,22 +150,23 @@ def parameter_transfers(
     """
     ahead, back = ([run for run in stored if run.phase == phase] for phase in ("forward", "backward"))
     copy_s = brought_s(placed, prices, training)
-    copies = ParameterTransfer(copy_s, ((copy_s, copy_s * (1 - prices.host.taken)),) if copy_s else ())
+    copies = ParameterTransfer(copy_s, (Transfer(copy_s, copy_s * (1 - prices.host.taken)),) if copy_s else ())
     return copies + _transfer(placed.program, ahead, prices), _transfer(placed.program, back, prices)
 
 
 def _transfer(program: Program, runs: list[PricedCollective], prices: Prices) -> ParameterTransfer:
-    together: list[tuple[float, float]] = []
+    together: list[Transfer] = []
     for merged in in_one_buffer(program, runs):
         first = merged[0]
         whole_s = prices.collective_s(first.kind, first.axis, sum(run.num_bytes for run in merged))
-        together.append((whole_s, whole_s * (1 - prices.interference(first.kind, first.axis))))
+        free_s = whole_s * (1 - prices.interference(first.kind, first.axis))
+        together.append(Transfer(whole_s, free_s, first.axis.links(prices.devices_per_node)))
     apart_s = sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in runs)
     return ParameterTransfer(apart_s, tuple(together))
 
 
 def overlapped_s(
-    runs_s: tuple[Sequence[float], Sequence[float]],
+    runs: tuple[ComputingRuns, ComputingRuns],
     gathers: ParameterTransfer,
     reduces: ParameterTransfer,
     zero: int,
@@ -110,22 +179,19 @@ def overlapped_s(
     waited for at once; what is reduced once overlaps with the last backward.
 
     Args:
-        runs_s: of one microbatch's forward and backward, the seconds between collectives of activations.
+        runs: of one microbatch's forward and backward.
         gathers: of the layer's parameters.
         reduces: of their gradients.
         zero: the ZeRO level.
         num_microbatches: of the step.
         training: the layer's own.
     """
-    forward_s, backward_s = runs_s
+    forward, backward = runs
     overlaps = zero == 3 or zero == 2 or num_microbatches == 1
-    ahead_s = gathers.overlapped_s(forward_s if overlaps else ())
+    ahead_s = gathers.overlapped_s(forward) if overlaps else gathers.unmerged_s
     regathers = zero == 3 and training.is_training and training.reruns
-    back_s = (reduces + gathers if regathers else reduces).overlapped_s(backward_s)
+    back_s = (reduces + gathers if regathers else reduces).overlapped_s(backward)
     return (num_microbatches if zero == 3 else 1) * ahead_s + (num_microbatches if zero >= 2 else 1) * back_s
-
-
-_ENDLESS = (math.inf,)
 
 
 class Hideable(NamedTuple):
@@ -171,8 +237,8 @@ def hideable_s(
     and what is reduced once is reduced after the last one, where nothing computes.  Copies to the host's memory, and
     back, of the last layer of a stage may even overlap with nothing but the wait for other groups.
     """
-    whole_s, merged_s = gathers.overlapped_s(_ENDLESS), gathers.overlapped_s(())
-    reduced_s = reduces.overlapped_s(_ENDLESS)
+    whole_s, merged_s = gathers.hideable_s(), gathers.unmerged_s
+    reduced_s = reduces.hideable_s()
     regathers = zero == 3 and training.is_training and training.reruns
     forward_s = num_microbatches * whole_s if zero == 3 else 0.0
     weight_s = num_microbatches * reduced_s if zero >= 2 else 0.0
@@ -183,7 +249,7 @@ def hideable_s(
     elif zero < 3:
         begin_s = whole_s if zero == 2 or num_microbatches == 1 else merged_s
     if zero < 2:
-        end_s = reduces.overlapped_s(()) if has_stages else reduced_s
+        end_s = reduces.unmerged_s if has_stages else reduced_s
     copies_s = 0.0 if has_stages else taken_by_copies * cost.copies_s
     forward_s += max(0.0, cost.leave_s - copies_s)
     backward_s += max(0.0, cost.return_s - copies_s)

@@ -1,10 +1,12 @@
 """A step of a plan, event by event: `simulate_step`.
 
-Each device group works through its actions (`autopar.step.actions`), layer by layer on three streams: one computes,
-one communicates, one copies between device and host.  What computing waits for runs at once, as soon as the collective
-that is under way has ended; what it does not wait for runs in the order in which it was started.  A collective takes as
-long as it does alone; overlapped compute goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s`
-is the closed form of one pair).
+Each device group works through its actions (`autopar.step.actions`), layer by layer: one stream computes and runs what
+it waits for, one moves parameters and gradients, one copies between device and host.  A collective that computing waits
+for runs at once, as soon as the collective that is under way has ended, and no other begins before it ends; but those
+of parameters between nodes go on beside those inside nodes (`autopar.step.overlap_estimate.goes_on_beside`).  What
+computing does not wait for runs in the order in which it was started, and takes as long as it does alone; what computes
+at the same time goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one
+pair).
 
 At the end the loss is broadcast to all groups, which reduce what is left, exchange tied gradients, and run
 the optimizer.
@@ -21,11 +23,12 @@ from autopar.program import Program
 from autopar.schedules.action_lists import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
 from autopar.step.memory import step_memory, timed_memory
+from autopar.step.overlap_estimate import goes_on_beside
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.step_work import Item, StepWork, step_work
 from autopar.step.training import TrainingSpec
-from autopar.timeline import Event, StepTimeline
+from autopar.timeline import STREAM_OF, Event, StepTimeline
 
 __all__ = ["MAX_EVENTS", "Ran", "Streams", "simulate_step", "step_seconds"]
 
@@ -90,25 +93,14 @@ class Streams:
 
     def run(self, item: Item) -> None:
         """Compute, or communicate while nothing computes."""
-        if item.is_collective:
-            self._communicate(item)
-        else:
-            self._compute(item)
-
-    def _communicate(self, item: Item) -> None:
         network = self._network
-        if network.items and network.left_s < network.items[0].seconds:
+        is_under_way = network.items and network.left_s < network.items[0].seconds
+        if item.is_collective and is_under_way and not goes_on_beside(network.items[0].links, item.links):
             self._end_first(network)
-        start_s = self.now_s
-        self._go_on(self._host, item.seconds)
-        self.now_s += item.seconds
-        self.ran.append(Ran(item, start_s, self.now_s))
-
-    def _compute(self, item: Item) -> None:
         start_s, left_s = self.now_s, item.seconds
-        while left_s > 0 and (busy := [queue for queue in (self._network, self._host) if queue.items]):
+        while left_s > 0 and (busy := self._beside(item)):
             first = min(busy, key=lambda queue: queue.left_s)
-            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in busy))
+            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in busy if self._slows(queue, item)))
             done_s = speed * first.left_s  # of this item, until the first of what is under way ends
             if done_s > left_s:
                 passed_s = left_s / speed
@@ -118,31 +110,42 @@ class Streams:
                 left_s = 0.0
             else:
                 left_s -= done_s
-                self._end_first(first)
+                self._pass(busy, first)
         self.now_s += left_s
         self.ran.append(Ran(item, start_s, self.now_s))
 
+    def _beside(self, item: Item) -> list[_Queue]:
+        """The queues that go on while the computing stream runs this item."""
+        network = self._network
+        waits = item.is_collective and network.items and not goes_on_beside(network.items[0].links, item.links)
+        return [queue for queue in (network, self._host) if queue.items and not (waits and queue is network)]
+
+    def _slows(self, queue: _Queue, item: Item) -> bool:
+        """Whether what is under way in `queue` takes some of the item's speed: copies to the host take none of a
+        collective's.
+        """
+        return queue is self._network or not item.is_collective
+
+    def _pass(self, busy: Sequence[_Queue], first: _Queue) -> None:
+        """Let time pass until the first of these queues that go on has ended its item."""
+        passed_s = first.left_s
+        self.now_s += passed_s
+        for queue in busy:
+            if queue is not first:
+                queue.left_s -= passed_s
+        self._note_end(first, self.now_s)
+
     def _end_first(self, queue: _Queue) -> None:
         """Let time pass until the first of `queue` ends."""
-        self._go_on(self._host if queue is self._network else self._network, queue.left_s)
-        self.now_s += queue.left_s
-        self._note_end(queue, self.now_s)
-
-    def _go_on(self, queue: _Queue, seconds: float) -> None:
-        """Let `queue` work for so many seconds from now on."""
-        stop_s = self.now_s
-        while queue.items and queue.left_s <= seconds:
-            seconds -= queue.left_s
-            stop_s += queue.left_s
-            self._note_end(queue, stop_s)
-        queue.left_s -= seconds if queue.items else 0.0
+        other = self._host if queue is self._network else self._network
+        while other.items and other.left_s <= queue.left_s:
+            self._pass((queue, other), other)
+        self._pass((queue, other) if other.items else (queue,), queue)
 
     def _note_end(self, queue: _Queue, stop_s: float) -> None:
         item = queue.end_first()
         self.ran.append(Ran(item, stop_s - item.seconds, stop_s))
 
-
-_COPIES = ("offload", "fetch")
 
 MAX_EVENTS = 200_000
 """Above so many events of layers, a timeline shows whole actions: so many are about 40 MB of trace."""
@@ -357,8 +360,7 @@ def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0, to_group
     start_s, stop_s = since_s + ran.start_s, since_s + ran.stop_s
     stream = "compute"
     if item.is_collective:
-        stream = "pipeline" if item.category in ("send", "broadcast") else "communication"
-        stream = "host" if item.category in _COPIES else stream
+        stream = STREAM_OF.get(item.category, "communication")
     return Event(
         group, stream, item.name, item.category, start_s, stop_s, item.layer, microbatch, item.num_bytes, item.detail,
         to_group,
@@ -376,7 +378,8 @@ def _joined(instance: _Instance, action: Action) -> Iterator[Event]:
         longest = max(collectives, key=lambda each: each.item.seconds)
         first_s = start_s + min(each.start_s for each in collectives)
         last_s = start_s + max(each.stop_s for each in collectives)
+        category = longest.item.category
         yield Event(
-            group, "communication", name, longest.item.category, first_s, last_s, -1, action.microbatch,
+            group, STREAM_OF.get(category, "communication"), name, category, first_s, last_s, -1, action.microbatch,
             sum(each.item.num_bytes for each in collectives), f"{len(collectives)} collectives",
         )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.placement import Axis
+from autopar.placement import Axis, Links
 from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
@@ -31,7 +31,10 @@ __all__ = ["Item", "LayerWork", "StepWork", "collective_item", "layer_work", "st
 
 
 class Item(NamedTuple):
-    """One thing that a stream does: `seconds` alone; `taken` of its speed is lost by overlapped compute."""
+    """One thing that a stream does: `seconds` alone; `taken` of its speed is lost by overlapped compute.
+
+    A collective keeps `links` busy; copies from the host's memory take turns with every collective.
+    """
 
     category: str
     name: str
@@ -40,6 +43,7 @@ class Item(NamedTuple):
     num_bytes: float = 0.0
     detail: str = ""
     taken: float = 0.0
+    links: Links = Links.NODE | Links.NETWORK
 
     @property
     def is_collective(self) -> bool:
@@ -91,7 +95,8 @@ def collective_item(run: PricedCollective, prices: Prices, layer: int = -1) -> I
         category = "reduce"
     seconds = run_s(run, prices)
     taken = prices.interference(run.kind, run.axis)
-    return Item(category, run.value, seconds, layer, run.num_bytes, _describe(run.kind, run.axis), taken)
+    detail, links = _describe(run.kind, run.axis), run.axis.links(prices.devices_per_node)
+    return Item(category, run.value, seconds, layer, run.num_bytes, detail, taken, links)
 
 
 _CATEGORIES = {"parameter": "gather", "stage": "send", "tied": "send", "output": "broadcast"}

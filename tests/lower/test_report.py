@@ -35,9 +35,7 @@ def test_every_layer_and_collective_is_measured_once(tmp_path: Path) -> None:
     layers = sorted(report.layers)
     assert passes == [("forward", i) for i in layers] + [("backward", i) for i in reversed(layers)]
     assert sum(event.seconds for event in compute) <= report.measured.step_s
-    moved = [
-        (e.category, e.layer) for e in report.measured.on(0, "communication") if e.category in ("gather", "reduce")
-    ]
+    moved = [(e.category, e.layer) for e in report.measured.on(0, "parameters")]
     for layer in layers[1:]:
         assert moved.count(("reduce", layer)) == 1
         assert moved.count(("gather", layer)) == 2, "forward and backward"
@@ -54,7 +52,7 @@ def test_the_table_adds_up_layers_that_run_alike() -> None:
             Event(0, "compute", f"layer{layer}", category, scale * layer, scale * (layer + 1), layer)
             for layer, category in ((0, "forward"), (1, "forward"), (2, "backward"))
         ]
-        sent = [Event(0, "communication", "layer0", "reduce", s * scale, (s + 2) * scale, 0) for s in (0, 1)]
+        sent = [Event(0, "parameters", "layer0", "reduce", s * scale, (s + 2) * scale, 0) for s in (0, 1)]
         return StepTimeline(4 * scale, (*events, *sent))
 
     names = {0: "layer0", 1: "layer1", 2: "layer2"}
@@ -63,7 +61,7 @@ def test_the_table_adds_up_layers_that_run_alike() -> None:
     (alike, cells), (alone, _) = report.rows()
     assert (alike, alone) == ("layer0 ... layer1 (2)", "layer2")
     assert dict(zip(COLUMNS, cells, strict=True))["forward"] == pytest.approx((2e-3, 4e-3))
-    assert report.stream_s(report.measured, "communication") == pytest.approx(6e-3), "what overlaps counts once"
+    assert report.stream_s(report.measured, "parameters") == pytest.approx(6e-3), "what overlaps counts once"
     assert "4 ms / 8 ms" in str(report)
     assert "2.00" in str(report)
 

@@ -98,9 +98,11 @@ def test_parameters_of_a_layer_travel_in_one_buffer() -> None:
 @pytest.mark.parametrize("constraints", PLANS, ids=str)
 def test_streams_do_one_thing_at_a_time_and_a_trace_has_no_overlap(constraints: tuple[str, ...]) -> None:
     step = simulate(*planned(*constraints), replace(FREE, taken=0.2))
-    for group, stream in itertools.product({event.group for event in step.events}, ("compute", "communication")):
+    assert "compute" in {event.stream for event in step.events}
+    streams = ("compute", "communication", "parameters")
+    for group, stream in itertools.product({event.group for event in step.events}, streams):
         events = step.on(group, stream)
-        assert events[-1].stop_s <= step.step_s * (1 + 1e-12)
+        assert all(event.stop_s <= step.step_s * (1 + 1e-12) for event in events)
         assert all(one.stop_s <= other.start_s + 1e-12 for one, other in itertools.pairwise(events))
     threads = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
     for event in json.loads(step.to_chrome())["traceEvents"]:
@@ -193,6 +195,28 @@ def test_gathers_one_layer_ahead_are_what_the_closed_form_says(layers: list[tupl
         streams.run(Item("forward", "layer", compute_s))
         streams.wait(ticket)
     assert streams.now_s == pytest.approx(gathered_ahead_s(layers, taken))
+
+
+@pytest.mark.parametrize(
+    ("axis", "ends_s"),
+    [
+        (Axis(2, 2), (5.0, 8.0)),  # between nodes of 2: "a" goes on beside "x"
+        (Axis(4, 1), (8.0, 11.0)),  # inside them, too: "x" waits for "a", and "b" for "x"
+        (Axis(2, 1), (8.0, 11.0)),
+    ],
+    ids=str,
+)
+def test_what_travels_between_nodes_goes_on_beside_what_travels_inside_them(
+    axis: Axis, ends_s: tuple[float, float]
+) -> None:
+    streams = Streams()
+    streams.start([Item("reduce", name, 4.0, detail="all_reduce", links=axis.links(2)) for name in "ab"])
+    streams.run(Item("backward", "layer", 1.0))
+    streams.run(Item("activation communication", "x", 3.0, detail="all_to_all", links=Axis(2, 1).links(2)))
+    streams.run(Item("backward", "layer", 1.0))
+    assert streams.now_s == ends_s[0]
+    streams.wait(2)
+    assert streams.now_s == ends_s[1]
 
 
 def test_what_computing_waits_for_goes_first() -> None:

@@ -63,7 +63,8 @@ def _mean_and_range(ratios: Sequence[float]) -> str:
 
 def computing_s(timeline: StepTimeline, group: int) -> float:
     """Seconds in which this rank's layers ran and no collective was under way."""
-    moved = sorted((e.start_s, e.stop_s) for e in timeline.on(group, "communication"))
+    collectives = (*timeline.on(group, "communication"), *timeline.on(group, "parameters"))
+    moved = sorted((e.start_s, e.stop_s) for e in collectives)
     total_s = 0.0
     for event in timeline.on(group, "compute"):
         if event.layer >= 0:

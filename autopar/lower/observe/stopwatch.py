@@ -14,11 +14,9 @@ import torch
 
 from autopar.accelerators import DeviceClock
 from autopar.lower.communication.collectives import Collective, Handle
-from autopar.timeline import Event, StepTimeline
+from autopar.timeline import STREAM_OF, Event, StepTimeline
 
 __all__ = ["StepClock", "Stopwatch"]
-
-_STREAMS = {"send": "pipeline", "broadcast": "pipeline"}
 
 Seconds = Callable[[], float]
 """A moment, in seconds since the stopwatch began; call it when the step is over."""
@@ -153,9 +151,9 @@ class Stopwatch:
         results: list[Event] = []
         for each in self._clock.collectives:
             ran, layer = each.collective, self._layer_of(each)
-            category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
+            category = each.category or (ran.kind if ran.kind in STREAM_OF else "activation communication")
             name = self._layers[layer] if layer >= 0 else ran.kind
-            stream = _STREAMS.get(category, "communication")
+            stream = STREAM_OF.get(category, "communication")
             start_s, detail = each.start(), f"{ran.kind} over {ran.axis.size} devices"
             results.append(
                 Event(self._group, stream, name, category, start_s, max(start_s, each.stop()), layer, -1,
