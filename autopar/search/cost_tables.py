@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,16 @@ from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_held
 from autopar.search.chain_dp import Chain, ChainLayer, Skip
 from autopar.step.stage_costs import CostColumns, stage_costs
 
-__all__ = ["CostTables", "LayerCosts", "PipelineSend", "TiedParameter", "Transfer", "path_stages", "useful_candidates"]
+__all__ = [
+    "CostTables",
+    "LayerCosts",
+    "PipelineSend",
+    "TiedParameter",
+    "Transfer",
+    "lone_copies",
+    "path_stages",
+    "useful_candidates",
+]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -29,9 +39,9 @@ Indices = npt.NDArray[np.intp]
 class LayerCosts(CostColumns):
     """The candidates of one layer, one entry each; states index the boundary states.
 
-    A layer that ends a stage has none behind it that computes while its saved tensors leave for the host's memory, or
-    come back from there: its forward then takes `leave_s` more, its backward `return_s`.  `begin_s` is what the first
-    device group waits for before its first action, apart from `step_s`.
+    Where nothing computes while saved tensors leave for the host's memory, or come back from there, a forward takes
+    `leave_s` more, a backward `return_s` (`lone_copies`).  `begin_s` is what the first device group waits for before
+    its first action, apart from `step_s`.
     """
 
     state_in: Indices
@@ -193,9 +203,9 @@ def path_stages(
     Without the schedule's actions their peak bytes are not predicted.
     """
     layers, groups = _path_columns(tables, path), shape.groups
-    for last in (stop - 1 for stop in bounds[1:]):
-        layers.forward_s[last] += tables.layers[last].leave_s[path[last]]
-        layers.backward_s[last] += tables.layers[last].return_s[path[last]]
+    for stop, (leaving, coming) in zip(bounds[1:], lone_copies(actions, shape.num_stages), strict=True):
+        layers.forward_s[stop - 1] += leaving * tables.layers[stop - 1].leave_s[path[stop - 1]]
+        layers.backward_s[stop - 1] += coming * tables.layers[stop - 1].return_s[path[stop - 1]]
     stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
     for tied in tables.tied:
         first: dict[int, int] = {}
@@ -219,6 +229,22 @@ def path_stages(
         return stages
     peaks = _peak_bounds(shape, bounds, layers, relayed_bytes, actions)
     return tuple(replace(stage, peak_memory_bytes=peaks[group]) for stage, group in zip(stages, groups, strict=True))
+
+
+@lru_cache(maxsize=64)
+def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float, float], ...]:
+    """Per stage, the share of microbatches whose copies to the host's memory at the end of its forward, and back before
+    its backward, overlap with nothing: the backward follows directly, or but one action later (`autopar.step.actions`).
+    """
+    counts = np.zeros((num_stages, 3))
+    for listed in actions:
+        computing = [action for action in listed if action.kind in ("F", "B", "I", "W")]
+        began = {(a.stage, a.microbatch): place for place, a in enumerate(computing) if a.kind == "F"}
+        for place, action in enumerate(computing):
+            if action.kind in ("B", "I"):
+                apart = place - began[action.stage, action.microbatch]
+                counts[action.stage] += apart <= 1, apart <= 2, 1
+    return tuple((leaving / max(1, every), coming / max(1, every)) for leaving, coming, every in counts.tolist())
 
 
 def _path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:

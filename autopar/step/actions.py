@@ -14,13 +14,16 @@ by layer:
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
   microbatch, with stages at the end of the step (`end`).
 - What a layer saves and offloads is copied to the host's memory while the next layer computes; then its place on the
-  device is free.  It comes back while the layer behind runs its backward.
+  device is free.  It comes back while the layer behind runs its backward.  What the last layer of an action saves is
+  copied beside the first layer of the group's next action, and comes back beside the last layer of the action before
+  its backward, unless that is its own forward.
 - A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
   second part (ZeRO-3, full recomputation) does everything in the first.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,11 +45,29 @@ class LayerAction(NamedTuple):
     (as in `Action`), ``"RESHARD"`` (free the gathered parameters), ``"REDUCE"`` (start to reduce their gradients),
     ``"WAIT_REDUCE"``, ``"OFFLOAD"`` (start to copy what it saved to the host's memory), ``"WAIT_OFFLOAD"`` (free it on
     the device), ``"FETCH"`` (start to copy it back) or ``"WAIT_FETCH"``.  Gathered parameters are of no use to any
-    action of the layer behind ``"RESHARD"`` until the next ``"UNSHARD"``.
+    action of the layer behind ``"RESHARD"`` until the next ``"UNSHARD"``.  `microbatch` is that of a copy which another
+    action of the group leaves to this one; -1: that of the action.
     """
 
     kind: str
     layer: int
+    microbatch: int = -1
+
+
+class _Copies(NamedTuple):
+    """Copies between device and host that neighbouring actions of a group leave to each other.
+
+    Args:
+        leaves: what the last layer of a forward saves is copied beside the next action.
+        arrives: what the first layer of a backward needs is copied beside the action before.
+        offload: the layer and the microbatch of what leaves beside this action, layer -1: none.
+        fetch: those of what arrives.
+    """
+
+    leaves: bool = False
+    arrives: bool = False
+    offload: tuple[int, int] = (-1, -1)
+    fetch: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -143,7 +164,9 @@ class StepActions:
     def key(self, action: Action) -> tuple[object, ...]:
         """Actions with the same key are the same but for their microbatch."""
         is_last = action in self._last_forwards or action in self._last_backwards
-        return action.stage, action.kind, action in self._first_forwards, is_last
+        copies = self._copies.get(action, _Copies())
+        copied = copies.leaves, copies.arrives, copies.offload[0], copies.fetch[0]
+        return action.stage, action.kind, action in self._first_forwards, is_last, copied
 
     def own(self, group: int) -> Iterator[int]:
         """The layers that a device group runs, stage by stage."""
@@ -167,8 +190,35 @@ class StepActions:
                 waiting = [LayerAction("WAIT_REDUCE", index)]
         yield from waiting
 
+    @cached_property
+    def _copies(self) -> dict[Action, _Copies]:
+        """By action, what it leaves to its neighbours and does for them."""
+        results: dict[Action, _Copies] = {}
+        for listed in self.listed:
+            computing = [action for action in listed if self._computes(action)]
+            for action, behind in itertools.pairwise(computing):
+                if (action.stage, action.microbatch) == (behind.stage, behind.microbatch):
+                    continue  # a forward and its own backward, or the two parts of one
+                last, first = self.ranges[action.stage][-1], self.ranges[behind.stage][-1]
+                if self.is_training and action.kind == "F" and self.policies[last].offloads:
+                    results[action] = results.get(action, _Copies())._replace(leaves=True)
+                    results[behind] = results.get(behind, _Copies())._replace(offload=(last, action.microbatch))
+                is_leaving = results.get(action, _Copies()).offload == (first, behind.microbatch)
+                if behind.kind in "BI" and self.policies[first].offloads and not is_leaving:
+                    results[behind] = results.get(behind, _Copies())._replace(arrives=True)
+                    results[action] = results.get(action, _Copies())._replace(fetch=(first, behind.microbatch))
+        return results
+
+    def _computes(self, action: Action) -> bool:
+        return action.kind in ("F", "B", "I") or (action.kind == "W" and self.is_split(action.stage))
+
     def of(self, action: Action) -> Iterator[LayerAction]:
         """What an action is, layer by layer; nothing for sends and receives."""
+        copies = self._copies.get(action)
+        return self._alone(action) if copies is None else iter(_with_copies(list(self._alone(action)), copies))
+
+    def _alone(self, action: Action) -> Iterator[LayerAction]:
+        """What an action is if it makes its own copies and no others."""
         layers = self.ranges[action.stage]
         if action.kind == "F":
             is_last = action in self._last_forwards
@@ -250,6 +300,24 @@ class StepActions:
                     yield LayerAction("RESHARD", index)
                 yield LayerAction("REDUCE", index)
                 yield LayerAction("WAIT_REDUCE", index)
+
+
+def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]:
+    """These actions of layers without the copies that neighbours make, and with those that are made for them."""
+    computing = [step for step in steps if step.kind in ("F", "B", "I", "W")]
+    if copies.leaves:
+        steps = [step for step in steps if not (step.kind.endswith("OFFLOAD") and step.layer == computing[-1].layer)]
+    if copies.arrives:
+        steps = [step for step in steps if not (step.kind.endswith("FETCH") and step.layer == computing[0].layer)]
+    if copies.offload[0] >= 0:
+        behind = steps.index(computing[0]) + 1
+        leaving, left = (LayerAction(kind, *copies.offload) for kind in ("OFFLOAD", "WAIT_OFFLOAD"))
+        steps = [leaving, *steps[:behind], left, *steps[behind:]]
+    if copies.fetch[0] >= 0:
+        last = steps.index(computing[-1])
+        coming, came = (LayerAction(kind, *copies.fetch) for kind in ("FETCH", "WAIT_FETCH"))
+        steps = [*steps[:last], coming, steps[last], came, *steps[last + 1 :]]
+    return steps
 
 
 def _listed_alone(count: int, kinds: str, forwards_first: bool) -> tuple[Action, ...]:

@@ -173,7 +173,7 @@ class _GroupMemory:
                 self.activations.end_backward(action)
 
     def _layer_actions(self, steps: Iterable[LayerAction], where: tuple[str, int]) -> None:
-        for kind, index in steps:
+        for kind, index, microbatch in steps:
             if kind == "UNSHARD":
                 self.parameters.unshard(index)
             elif kind == "WAIT_UNSHARD":
@@ -189,7 +189,7 @@ class _GroupMemory:
             elif kind == "W":
                 self._backward_of_weights(index, where)
             elif kind in ("OFFLOAD", "WAIT_OFFLOAD", "FETCH", "WAIT_FETCH"):
-                self._offload(kind, index, where)
+                self._offload(kind, index, where, where[1] if microbatch < 0 else microbatch)
             else:  # "B" or "I"
                 self._backward(index, where, is_whole=kind == "B")
 
@@ -226,17 +226,17 @@ class _GroupMemory:
         if stays:
             self._note(where, index, is_after=True)
 
-    def _offload(self, kind: str, index: int, where: tuple[str, int]) -> None:
+    def _offload(self, kind: str, index: int, where: tuple[str, int], microbatch: int) -> None:
         activations, num_bytes = self.activations, self.sizes[index].running.offloaded_bytes
         if kind == "OFFLOAD":
-            activations.offload(index, where[1], num_bytes)
+            activations.offload(index, microbatch, num_bytes)
             self._note(where, index, is_after=True)
         elif kind == "WAIT_OFFLOAD":
-            activations.wait_offload(index, where[1])
+            activations.wait_offload(index, microbatch)
         elif kind == "FETCH":
-            activations.fetch(index, where[1], num_bytes)
+            activations.fetch(index, microbatch, num_bytes)
         else:
-            activations.wait_fetch(index, where[1])
+            activations.wait_fetch(index, microbatch)
 
     def _backward_of_weights(self, index: int, where: tuple[str, int]) -> None:
         # Parameter by parameter, a gradient is added to those that are there.

@@ -277,7 +277,7 @@ class _Simulation:
                 streams.wait(tickets[action], on_host=on_host)
             elif action.kind in _STARTS:
                 ticket = streams.start(work.started(action.kind), on_host=on_host)
-                tickets[LayerAction(f"WAIT_{action.kind}", action.layer)] = ticket
+                tickets[action._replace(kind=f"WAIT_{action.kind}")] = ticket
             for item in work.items(action.kind):
                 streams.run(item)
         return tuple(streams.ran)

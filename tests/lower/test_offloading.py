@@ -16,10 +16,13 @@ from autopar.lower.compat import local_part_of
 from autopar.lower.program import offloading
 from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.program.saved_tensors import SavedTensor
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.schedules import Shape
 from autopar.search import SearchRequest, search
+from autopar.search.cost_tables import lone_copies
 from autopar.search.plan_reuse import check_known
-from autopar.step.actions import step_actions
+from autopar.step.actions import LayerPolicy, StepActions, step_actions
 from autopar.step.training import TrainingSpec
 from autopar.trace import trace
 from autopar.verify.rehearsal import run_ranks
@@ -95,21 +98,60 @@ def test_copies_start_behind_their_layer_and_end_before_the_next_but_one() -> No
     actions = step_actions(program, replace(plan.decisions, strategies=strategies), TrainingSpec(), None)
     run = [[*actions.of(action)] for action in actions.listed[0]]
     forward, backward = ([each for each in part if "SHARD" not in each.kind] for part in run)
-    kinds = [(kind, index) for kind, index in forward]
+    kinds = [(each.kind, each.layer) for each in forward]
     offloading_layers = [index for kind, index in kinds if kind == "OFFLOAD"]
     assert len(offloading_layers) > 2
     for index in offloading_layers:
         start, end = kinds.index(("OFFLOAD", index)), kinds.index(("WAIT_OFFLOAD", index))
         assert kinds.index(("F", index)) < start < end
         assert [kind for kind, _ in kinds[start:end]].count("F") <= 1
-    kinds = [(kind, index) for kind, index in backward]
+    kinds = [(each.kind, each.layer) for each in backward]
     for index in offloading_layers:
         start, end = kinds.index(("FETCH", index)), kinds.index(("WAIT_FETCH", index))
         assert start < end < kinds.index(("B", index))
         assert [kind for kind, _ in kinds[start:end]].count("B") <= 1
 
 
-@pytest.mark.parametrize("schedule", ["", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "count"),
+    [("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved_1f1b", 4, 4), ("interleaved_1f1b", 6, 2), ("zbv", 4, 6),
+     ("interleaved_zero_bubble", 4, 4)],
+)  # fmt: skip
+def test_in_stages_each_copy_is_made_once_beside_another_layer(schedule: str, num_stages: int, count: int) -> None:
+    layers = 7
+    actions = StepActions(
+        Shape(schedule, 2, num_stages, count).actions(schedule_actions),
+        tuple(range(layers * s // num_stages, layers * (s + 1) // num_stages) for s in range(num_stages)),
+        Shape(schedule, 2, num_stages, count).groups,
+        (LayerPolicy(False, False, False, splits_backward=True, offloads=True),) * layers,
+        has_stages=True, is_training=True, num_microbatches=count,
+    )  # fmt: skip
+    alone = 0
+    for listed in actions.listed:
+        done = [
+            (step.kind, step.layer, action.microbatch if step.microbatch < 0 else step.microbatch)
+            for action in listed
+            for step in actions.of(action)
+        ]
+        assert len(set(done)) == len(done)
+        for kind, layer, microbatch in done:
+            if kind != "F":
+                continue
+            back = "I" if ("I", layer, microbatch) in done else "B"
+            order = [
+                done.index((each, layer, microbatch))
+                for each in ("F", "OFFLOAD", "WAIT_OFFLOAD", "FETCH", "WAIT_FETCH", back)
+            ]
+            assert order == sorted(order)
+            computing = [done[start:stop] for start, stop in (order[1:3], order[3:5])]
+            alone += sum(not any(step[0] in "FBIW" for step in part) for part in computing)
+    # A search counts those that overlap with nothing: a backward is next to its own forward, as in the last stage.
+    lone = lone_copies(actions.listed, num_stages)
+    assert alone == pytest.approx(count * sum(leaving + coming for leaving, coming in lone))
+    assert alone <= 2 * count + 2 < 2 * num_stages * count
+
+
+@pytest.mark.parametrize("schedule", ["", "1f1b", "interleaved_1f1b"])
 def test_random_strategies_offload(schedule: str) -> None:
     import random
 
@@ -121,7 +163,7 @@ def test_random_strategies_offload(schedule: str) -> None:
         strategies = tuple(replace(s, recompute=ways[n % 3]) for n, s in enumerate(plan.strategies, seed))
         plan = plan.with_decisions(strategies=strategies)
         if schedule:
-            plan = with_stages(plan, 2, schedule, 2, random.Random(seed))
+            plan = with_stages(plan, 2, schedule, 2 if schedule == "1f1b" else 4, random.Random(seed))
         assert rehearse(who, plan).report.worst_gradient[1] <= 1e-9
 
 

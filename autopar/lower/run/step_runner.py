@@ -176,7 +176,7 @@ class StepRunner:
             self.executor.stopwatch.pause()
 
     def _perform(self, actions: Iterable[LayerAction], action: Action = _NO_ACTION) -> None:
-        for kind, layer in actions:
+        for kind, layer, microbatch in actions:
             parameters = self._parameters[layer]
             match kind:
                 case "UNSHARD":
@@ -190,7 +190,7 @@ class StepRunner:
                 case "WAIT_REDUCE":
                     self._add_gradients(layer)
                 case "OFFLOAD" | "WAIT_OFFLOAD" | "FETCH" | "WAIT_FETCH":
-                    self._copy(kind, layer, action)
+                    self._copy(kind, layer, action.microbatch if microbatch < 0 else microbatch)
                 case _:
                     self._compute(kind, layer, action)
 
@@ -243,9 +243,9 @@ class StepRunner:
         self._mark_backward(layer, action)
         self._passes.pop((layer, action.microbatch)).backward_weights()
 
-    def _copy(self, kind: str, layer: int, action: Action) -> None:
+    def _copy(self, kind: str, layer: int, microbatch: int) -> None:
         """Between the device and the host, what the layer saved; nothing where no backward can come."""
-        layer_pass = self._passes.get((layer, action.microbatch))
+        layer_pass = self._passes.get((layer, microbatch))
         if layer_pass is None:
             return
         match kind:

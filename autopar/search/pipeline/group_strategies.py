@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Flight
+from autopar.schedules.action_lists import ScheduleActions
 from autopar.search.chain_dp import Chain, ChainLayer
-from autopar.search.cost_tables import CostTables
+from autopar.search.cost_tables import CostTables, lone_copies
 from autopar.search.lagrangian import fastest_path, fastest_paths
 from autopar.search.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
@@ -41,36 +42,43 @@ class GroupSolver:
     known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
     chains: dict[Flight, Chain] = field(default_factory=dict[Flight, Chain])
 
-    def solve(self, cuts: PipelineCuts, guide: Sequence[int], lean: float = 0.0) -> tuple[int, ...]:
+    def solve(
+        self, cuts: PipelineCuts, guide: Sequence[int], actions: ScheduleActions, lean: float = 0.0
+    ) -> tuple[int, ...]:
         """The candidate of every layer; where nothing fits, those that take the least memory.
 
         Each stage of a group seems slower than the one before it by the share `lean`.
         """
-        path = tuple(guide)
+        path, groups = tuple(guide), cuts.shape.groups
+        alone = lone_copies(actions, cuts.shape.num_stages)
         for _ in range(_ROUNDS):
             solved = list(path)
             for group in range(cuts.shape.num_groups):
                 stages = cuts.stages_of(group)
+                lone = tuple(each for own, each in zip(groups, alone, strict=True) if own == group)
                 layers = [layer for start, stop, _ in stages for layer in range(start, stop)]
-                for layer, candidate in zip(layers, self._solve_group(stages, path, lean), strict=True):
+                for layer, candidate in zip(layers, self._solve_group(stages, path, lone, lean), strict=True):
                     solved[layer] = candidate
             if tuple(solved) == path:
                 break
             path = tuple(solved)
         return path
 
-    def _solve_group(self, stages: Stages, path: tuple[int, ...], lean: float) -> tuple[int, ...]:
+    def _solve_group(
+        self, stages: Stages, path: tuple[int, ...], lone: tuple[tuple[float, float], ...], lean: float
+    ) -> tuple[int, ...]:
         around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
             fixed_bytes,
             lean,
+            lone,
             *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
               for start, stop, flight in stages),
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            self.known[key] = self._solve_chain(self._chain(stages, around, fixed_bytes, lean))
+            self.known[key] = self._solve_chain(self._chain(stages, around, lone, fixed_bytes, lean))
         return self.known[key]
 
     def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
@@ -84,19 +92,27 @@ class GroupSolver:
             limited = pool.paths[pool.smallest() if best < 0 else best]
         return tuple(limited.tolist())
 
-    def _chain(self, stages: Stages, around: list[tuple[Array, Array]], fixed_bytes: float, lean: float) -> Chain:
+    def _chain(
+        self,
+        stages: Stages,
+        around: list[tuple[Array, Array]],
+        lone: tuple[tuple[float, float], ...],
+        fixed_bytes: float,
+        lean: float,
+    ) -> Chain:
         """The layers of one group; nothing moves from one of its stages to the next."""
         layers: list[ChainLayer] = []
         moves: list[Array] = []
         nothing = np.zeros((self.tables.num_states, self.tables.num_states))
         for number, ((start, stop, flight), (before, behind)) in enumerate(zip(stages, around, strict=True)):
+            leaving, coming = lone[number]
             if flight not in self.chains:
                 self.chains[flight] = self.tables.chain(flight)
             whole = self.chains[flight]
             own = list(whole.layers[start:stop])
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
             last = self.tables.layers[stop - 1]
-            alone_s = self.tables.num_microbatches * (last.leave_s + last.return_s)
+            alone_s = self.tables.num_microbatches * (leaving * last.leave_s + coming * last.return_s)
             own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out] + alone_s)
             if lean and number:
                 slower = {id(layer): replace(layer, time_s=layer.time_s * (1 + number * lean)) for layer in own}

@@ -75,7 +75,9 @@ class PipelineTables:
         self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, lean: float = 0.0
     ) -> PipelineCandidate:
         """Choose the candidates of all layers; `guide` and `lean` as in `GroupSolver.solve`."""
-        return PipelineCandidate.of(self, cuts, self.solver.solve(cuts, guide, lean), schedules)
+        return PipelineCandidate.of(
+            self, cuts, self.solver.solve(cuts, guide, cuts.shape.actions(schedules), lean), schedules
+        )
 
     def indices_of(self, path: Sequence[int], other: PipelineTables) -> list[int]:
         """Where the candidates of a path through these tables are in `other`."""

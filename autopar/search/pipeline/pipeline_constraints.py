@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,12 +15,13 @@ from autopar.search.constraints import Constraints
 __all__ = ["PipelineDemands", "pipeline_demands"]
 
 # Stages per device group that are tried: more of them shrink the bubble by ever less, and send ever more.  A decoder of
-# 405B parameters (126 layers) on 16,384 devices is predicted 10 % faster with 4 than with 3.  More than 3 are tried
-# only if stages have 2 layers or more on average: where stages of one layer and of two alternate, all wait for the
-# longer ones (6 and 8 took a third longer).
+# 405B parameters (126 layers) on 16,384 devices is predicted 10 % faster with 4 than with 3, and 7 % faster with 8 of
+# one layer each.  More than 3 are tried only if stages have 2 layers or more on average, or about equally many: where
+# stages of one layer and of two alternate, all wait for the longer ones.
 _ROUNDS = (1, 2, 3, 4, 6, 8)
 _FEW_ROUNDS = 3
 _LONG_STAGE = 2
+_UNEVEN = 1.2  # of the layers of the longest stage, relative to the mean
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class PipelineDemands:
         Without `splits` no layer has a backward in two parts, as compiled ones.  Schedules that split it gain nothing
         then, but for those in the form of a V: the first group also has the last stage, which evens out memory.
         """
-        few = (rounds for rounds in _ROUNDS if rounds <= _FEW_ROUNDS or rounds * groups * _LONG_STAGE <= num_layers)
-        numbers = [self.stages] if self.stages else [rounds * groups for rounds in few]
+        numbers = [self.stages] if self.stages else [rounds * groups for rounds in _ROUNDS]
+        if not self.stages:
+            numbers = [n for n in numbers if n <= _FEW_ROUNDS * groups or _has_even_stages(num_layers / n)]
         for schedule in schedule_names():
             record = find_schedule(schedule)
             if not self._may_run(record, splits=splits) or not (has_loss or record.forwards_first):
@@ -134,6 +137,11 @@ def _explain(demands: PipelineDemands, world_size: int) -> str:
         f"{demanded} can't be met on {world_size} devices: the device groups must be equal, no group has more than "
         f"{_ROUNDS[-1]} stages unless stages= says so, and each schedule has its number of stages per group: {numbers}"
     )
+
+
+def _has_even_stages(mean_layers: float) -> bool:
+    """Whether stages of so many layers on average take about equally long."""
+    return mean_layers >= _LONG_STAGE or math.ceil(mean_layers) <= _UNEVEN * mean_layers
 
 
 def _read_cuts(constraints: Constraints, program: Program) -> tuple[int, ...]:
