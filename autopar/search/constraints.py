@@ -178,6 +178,9 @@ def spell_out(text: str) -> tuple[str, ...]:
 
 def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, ConstraintValue]:
     key, separator, value = text.partition("=")
+    if "=" in value:
+        each = whole_text.replace(",", " ").split()
+        raise ConstraintError(f"constraint {whole_text!r:.80} is more than one: write a text for each, as in {each}")
     if key not in keys:
         if key in (*_GLOBAL, *_SCOPED):
             where = "holds for the whole plan, without a pattern" if key in _GLOBAL else "needs a pattern before it"
@@ -205,9 +208,6 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Constraint
     if key == "cuts":
         return tuple(part.strip() for part in value.split(","))
     parts = value.split("x") if key == "mesh" else [value]
-    if "=" in value:
-        each = text.replace(",", " ").split()
-        raise ConstraintError(f"constraint {text!r:.80} is more than one: write a text for each, as in {each}")
     if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         form = {"mesh": "sizes such as 2x4", "logits": "whole, pieces or a whole number"}.get(key, "a whole number")
         raise ConstraintError(f"constraint {text!r:.80}: {value!r:.80} is not {form} below a billion")
