@@ -29,7 +29,8 @@ def passed_checks(note: Callable[[str], None]) -> Generator[None]:
         if check is None:
             return None
         note(
-            f"{check.where}: this check of values is left out, as only the values of a batch decide it: check batches outside of the model"
+            f"{check.where}: this check of values is left out, as only the values of a batch decide it: check batches "
+            "outside of the model"
         )
         return check.answer
 
