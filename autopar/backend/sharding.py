@@ -92,17 +92,25 @@ def check_replaced(replaced: Replaced) -> None:
     """Raise BackendError if anything still has a whole parameter that was replaced: it would no longer change."""
     if any(reference() is not None for _, reference in replaced):
         gc.collect()
+        problem = _problem(replaced)
+        if problem:  # raised here, where no variable has a parameter: whoever catches the error keeps our variables
+            raise BackendError(problem)
+
+
+def _problem(replaced: Replaced) -> str:
+    """What to say of parameters that are still held; empty if none is."""
     references = ((name, reference()) for name, reference in replaced)
     left = [(name, parameter) for name, parameter in references if parameter is not None]
-    if left:
-        name, parameter = left[0]
-        raise BackendError(
-            f"{len(left)} parameters were sharded in place, and something ({_holders(parameter)}) still "
-            f"has the whole tensors that they were, {name!r} among them: they no longer change and get no gradients. "
-            "Modules and torch.optim optimizers follow by themselves; make lists of parameters, names for single ones "
-            "and other optimizers after the first call that trains (del p, if a loop left its variable), or leave out "
-            "options={'shard': True}"
-        )
+    if not left:
+        return ""
+    name, parameter = left[0]
+    return (
+        f"{len(left)} parameters were sharded in place, and something ({_holders(parameter)}) still "
+        f"has the whole tensors that they were, {name!r} among them: they no longer change and get no gradients. "
+        "Modules and torch.optim optimizers follow by themselves; make lists of parameters, names for single ones "
+        "and other optimizers after the first call that trains (del p, if a loop left its variable), or leave out "
+        "options={'shard': True}"
+    )
 
 
 def _holders(parameter: nn.Parameter) -> str:
@@ -112,7 +120,7 @@ def _holders(parameter: nn.Parameter) -> str:
 
 
 def _variables_with(value: object) -> list[str]:
-    callers = inspect.stack(context=0)[3:]  # without this function, `_holders` and `check_replaced`
+    callers = inspect.stack(context=0)[3:]  # without this function, `_holders` and `_problem`
     return [
         f"the variable {name!r} of {info.function}"
         for info in callers
