@@ -8,6 +8,7 @@ for the parameter itself.  Everybody else reads the DTensor, under the name that
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -89,19 +90,43 @@ def shard_in_place(
 
 def check_replaced(replaced: Replaced) -> None:
     """Raise BackendError if anything still has a whole parameter that was replaced: it would no longer change."""
-    left = [(name, parameter) for name, reference in replaced if (parameter := reference()) is not None]
-    if left:
+    if any(reference() is not None for _, reference in replaced):
         gc.collect()
-        left = [(name, parameter) for name, reference in replaced if (parameter := reference()) is not None]
-    if left:
-        name, parameter = left[0]
-        kinds = sorted({type(holder).__name__ for holder in gc.get_referrers(parameter)} - {"tuple"})
-        raise BackendError(
-            f"{len(left)} parameters were sharded in place, and something (a {' or a '.join(kinds) or 'frame'}) still "
-            f"has the whole tensors that they were, {name!r} among them: they no longer change and get no gradients. "
-            "Modules and torch.optim optimizers follow by themselves; make lists of parameters, names for single ones "
-            "and other optimizers after the first call that trains, or leave out options={'shard': True}"
-        )
+        problem = _problem(replaced)
+        if problem:  # raised here, where no variable has a parameter: whoever catches the error keeps our variables
+            raise BackendError(problem)
+
+
+def _problem(replaced: Replaced) -> str:
+    """What to say of parameters that are still held; empty if none is."""
+    references = ((name, reference()) for name, reference in replaced)
+    left = [(name, parameter) for name, parameter in references if parameter is not None]
+    if not left:
+        return ""
+    name, parameter = left[0]
+    return (
+        f"{len(left)} parameters were sharded in place, and something ({_holders(parameter)}) still "
+        f"has the whole tensors that they were, {name!r} among them: they no longer change and get no gradients. "
+        "Modules and torch.optim optimizers follow by themselves; make lists of parameters, names for single ones "
+        "and other optimizers after the first call that trains (del p, if a loop left its variable), or leave out "
+        "options={'shard': True}"
+    )
+
+
+def _holders(parameter: nn.Parameter) -> str:
+    """What has `parameter`, in words: variables of functions under way by name, else the kinds of objects."""
+    kinds = sorted({type(holder).__name__ for holder in gc.get_referrers(parameter)} - {"tuple"})
+    return ", ".join(_variables_with(parameter)) or f"a {' or a '.join(kinds) or 'frame'}"
+
+
+def _variables_with(value: object) -> list[str]:
+    callers = inspect.stack(context=0)[3:]  # without this function, `_holders` and `_problem`
+    return [
+        f"the variable {name!r} of {info.function}"
+        for info in callers
+        for name, held in info.frame.f_locals.items()
+        if held is value
+    ]
 
 
 def _shard(layout: Layout, mesh: DeviceMesh, communicator: Communicator, whole: Tensor) -> DTensor:

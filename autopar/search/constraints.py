@@ -178,6 +178,9 @@ def spell_out(text: str) -> tuple[str, ...]:
 
 def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, ConstraintValue]:
     key, separator, value = text.partition("=")
+    if "=" in value:
+        each = whole_text.replace(",", " ").split()
+        raise ConstraintError(f"constraint {whole_text!r:.80} is more than one: write a text for each, as in {each}")
     if key not in keys:
         if key in (*_GLOBAL, *_SCOPED):
             where = "holds for the whole plan, without a pattern" if key in _GLOBAL else "needs a pattern before it"

@@ -33,6 +33,7 @@ from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
+from autopar.trace.value_checks import passed_checks
 
 __all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
 
@@ -46,6 +47,7 @@ _FLEX_ATTENTION = (
 )
 # Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 _MOST_ENTRIES = 64
+_FAILURES = ("_subclasses.fake_tensor", "export", "_export", "fx.experimental.symbolic_shapes")  # loggers of torch
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
 
 
@@ -196,6 +198,9 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     def note(text: str) -> Callable[[], None]:
         return lambda: wrapper.records.notes_once.update({text: None})
 
+    def note_check(text: str) -> None:
+        note(text)()
+
     def note_item() -> None:
         wrapper.records.items.append(user_line())
 
@@ -210,6 +215,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(traced_ctc_losses())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
+                patches.enter_context(passed_checks(note_check))
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.known_constants(_MOST_ENTRIES))
                 patches.enter_context(_unlogged())
@@ -234,7 +240,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
 @contextmanager
 def _unlogged() -> Generator[None]:
     """Inside, torch doesn't print failures of its own: they are raised, or show only that something is not possible."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "export", "_export")]
+    loggers = [logging.getLogger(f"torch.{name}") for name in _FAILURES]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from autopar.trace import torch_internals
 
-__all__ = ["frame_of_text", "user_frame", "user_line", "user_lines"]
+__all__ = ["frame_of_text", "is_users", "user_frame", "user_line", "user_lines"]
 
 Line = tuple[str, int]
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -24,12 +24,12 @@ def user_line() -> str:
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
-    own = (frame for frame in reversed(frames) if _is_users(frame.filename))
+    own = (frame for frame in reversed(frames) if is_users(frame.filename))
     return next((f"{frame.filename}:{frame.lineno}" for frame in own), "")
 
 
 @lru_cache(maxsize=4096)
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     """Whether a file of source code is neither torch's, nor Python's, nor ours."""
     ours = str(__file__).rsplit("/", 1)[0]
     standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
@@ -42,7 +42,7 @@ def user_lines() -> tuple[Line, Line]:
     innermost: Line | None = None
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             line = code.co_filename, frame.f_lineno
             innermost = innermost or line
             if code.co_name == "forward":

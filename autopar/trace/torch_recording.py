@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -28,6 +29,7 @@ from autopar.trace import torch_internals
 from autopar.trace.source_lines import user_lines
 
 __all__ = [
+    "ASSERT_CODE",
     "OpsBelow",
     "Recorder",
     "Result",
@@ -40,8 +42,10 @@ __all__ = [
     "late_code",
     "plain_calls",
     "recorder",
+    "truth_values",
 ]
 
+ASSERT_CODE: types.CodeType = torch._assert.__code__
 _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 
 
@@ -410,3 +414,27 @@ def _are_alike(one: Any, other: Any) -> bool:
         return False
     leaves, structures = zip(*(torch_internals.flatten((node.args, node.kwargs)) for node in nodes), strict=True)
     return structures[0] == structures[1] and all(map(_are_alike, *leaves))
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def truth_values(decide: Callable[[types.FrameType], bool | None]) -> Iterator[None]:
+    """Inside, a truth value that depends on data is what `decide` says of the frame that asks, if that is not None."""
+
+    def asking(ask: Callable[[Any], bool], is_unknown: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def truth(value: Any) -> bool:
+            answer = decide(sys._getframe(1)) if is_unknown(value) else None
+            return ask(value) if answer is None else answer
+
+        return truth
+
+    def is_unknown(tensor: Tensor) -> bool:
+        tracing = recorder()
+        return tracing is not None and tracing.node_of(tensor) is not None
+
+    with (
+        patch.object(Tensor, "__bool__", asking(torch._C.TensorBase.__bool__, is_unknown)),
+        patch.object(
+            torch.SymBool, "__bool__", asking(torch.SymBool.__bool__, lambda value: not value.node.has_hint())
+        ),
+    ):
+        yield

@@ -7,6 +7,7 @@ and compares the loss, every gradient and the parameters after some optimizer st
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from autopar.planning.call_plans import CallPlanner
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
-from autopar.verify.differences import largest_entry, relative_error
+from autopar.verify.differences import largest_entry, number_error, relative_error
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
@@ -146,8 +147,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
     Raises:
         VerificationError: a difference exceeds its tolerance; the message names the first op whose result (or
-            gradient) differs, or the output.  Or the model can't be compared: it draws random numbers, or doesn't run
-            in float64.
+            gradient) differs, or the output.  Or the model can't be compared: it draws random numbers, doesn't run in
+            float64, or its loss is NaN or infinite on one device.
         PlanFormatError: the file holds no plan.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
         MaterializationError: the model is on the meta device.
@@ -190,6 +191,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
             "kernels doesn't support float64, verify it with another implementation of that layer"
         ) from error
+    check_finite(expected)
     try:
         parallel = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, planner=planner)
         parallel = replace(parallel, refusal=refusal or parallel.refusal)
@@ -222,12 +224,26 @@ def _first_that_fits(
             traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
-                run_single(double, _as_double(inputs), 1, in_double=True)
+                check_finite(run_single(double, _as_double(inputs), 1, in_double=True))
         except (AutoparError, *_FAILURES) as error:
             problem = error
             continue
         return inputs, traced
     raise problem or PlanMismatchError("there is no batch to verify the plan with")
+
+
+def check_finite(run: Run) -> None:
+    """Refuse to compare with the run of one device `run` if it has no numbers.
+
+    Raises:
+        VerificationError: the loss of a step is NaN or infinite.
+    """
+    for step, loss in enumerate(run.losses):
+        if not math.isfinite(loss):
+            raise VerificationError(
+                f"on one device the loss of step {step} is {loss}, so there is nothing to compare ranks with. Pass "
+                "example inputs (and targets) that the model's loss is finite for"
+            )
 
 
 def _eval_mode(
@@ -250,10 +266,9 @@ def compare(expected: Run, actual: Run, world_size: int) -> VerificationReport:
     Raises:
         VerificationError: one run has a gradient, parameter, buffer or output that the other lacks.
     """
-    pairs = zip(expected.losses, actual.losses, strict=True)
     return VerificationReport(
         world_size=world_size,
-        loss_error=max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0),
+        loss_error=max(map(number_error, expected.losses, actual.losses), default=0.0),
         gradient_errors=_errors(expected.gradients, actual.gradients, "gradient"),
         parameter_errors=_errors(expected.parameters, actual.parameters, "parameter"),
         buffer_errors=_errors(expected.buffers, actual.buffers, "buffer"),

@@ -16,7 +16,7 @@ from autopar.program import Layer, Op, Program
 from autopar.schedules import simplest_schedule
 from autopar.step.value_flows import option_of
 from autopar.trace import Traced
-from autopar.verify.differences import largest_difference, largest_entry
+from autopar.verify.differences import largest_difference, largest_entry, number_error
 from autopar.verify.op_observer import Observed, observe, single_device_plan
 from autopar.verify.rehearsal import Run, gradient_layout, join_layout, run_parallel
 
@@ -100,7 +100,7 @@ def _first_parameter(rehearsal: _Rehearsal, plan: Plan, expected: Run) -> str:
             kind = "device group" if len(groups) == 1 else "tied across the device groups"
             where = f" ({kind} {', '.join(map(str, groups))})" if groups else ""
             return f"the gradient of {name}{where} differs: {problem}"
-    if abs(expected.losses[0] - run.losses[0]) > _TOLERANCE * abs(expected.losses[0]):
+    if number_error(expected.losses[0], run.losses[0]) > _TOLERANCE:
         return f"the loss is {run.losses[0]} instead of {expected.losses[0]}"
     return ""
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_float64", "largest_difference", "largest_entry", "relative_error"]
+__all__ = ["are_equal", "as_float64", "largest_difference", "largest_entry", "number_error", "relative_error"]
 
 
 def as_float64(tensor: Tensor) -> Tensor:
     """The entries as float64: True becomes 1, and a complex number its real and imaginary part in a new last dim."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def are_equal(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether all corresponding numbers are equal; NaN equals NaN."""
+    pairs = zip(first, second, strict=True)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+def number_error(expected: float, actual: float) -> float:
+    """The difference of two numbers relative to `expected`; inf if one of them is NaN."""
+    error = abs(expected - actual) / max(abs(expected), 1e-300)
+    return float("inf") if math.isnan(error) else error
 
 
 def largest_entry(tensor: Tensor) -> float:

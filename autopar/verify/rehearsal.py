@@ -28,7 +28,7 @@ from autopar.plan import Plan
 from autopar.planning.call_plans import CallPlanner, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced, accurate_products, dense_flex_attention
-from autopar.verify.differences import as_float64, largest_difference
+from autopar.verify.differences import are_equal, as_float64, largest_difference
 from autopar.verify.eval_outputs import eval_outputs
 
 __all__ = [
@@ -154,7 +154,7 @@ def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
         VerificationError: ranks have different losses, or replicas of a tensor differ.
     """
     for number, run in enumerate(runs):
-        if run.losses != runs[0].losses:
+        if not are_equal(run.losses, runs[0].losses):
             raise VerificationError(f"rank {number} has losses {run.losses}, rank 0 has {runs[0].losses}")
     return Run(
         losses=runs[0].losses,

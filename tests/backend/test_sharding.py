@@ -186,6 +186,17 @@ def twice(call: Any, x: Tensor) -> None:
     call(x)
 
 
+def left_by_a_loop(mesh: Any, x: Tensor) -> str:
+    """What is said where a loop's variable still has the last parameter."""
+    torch._dynamo.reset()
+    model = Mlp()
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    with pytest.raises(BackendError) as caught:
+        twice(compile_for(model, mesh, "data=2", "zero=3", shard=True), x)
+    return str(caught.value)
+
+
 def other_calls() -> dict[str, Any]:
     """Evaluation before and after training, and what is said of what can't follow."""
     mesh = make_mesh()
@@ -220,6 +231,7 @@ def other_calls() -> dict[str, Any]:
             twice(again, x)
         found[name] = str(caught.value)
         kept.clear()
+    found["a variable"] = left_by_a_loop(mesh, x)
     return found
 
 
@@ -229,6 +241,7 @@ def test_evaluation_stays_as_it_is_and_what_can_not_follow_is_said() -> None:
         assert found["apart"] < 1e-6
         assert found["sharded"] == (True, True, False)
         assert "a list" in found["kept in a list"]
+        assert "(the variable 'parameter' of left_by_a_loop)" in found["a variable"]
         assert "still has the whole tensors that they were" in found["kept in a list"]
         assert "'up.weight' has hooks, which a sharded one in its place would not have" in found["hooks"]
         assert "need a graph whose only differentiable output is one scalar" in found["microbatches"]

@@ -69,9 +69,23 @@ def check_unlike_seeds() -> None:
     assert not any("keys and values" in call.inputs for call in parallel.plans)
 
 
+def check_rows_that_do_not_divide() -> None:
+    """The second text of three rows, after one of two: a call makes four of them, and what goes to the next is cut."""
+    given, inputs = make("gpt2", torch.float64)
+    single: Any = copy.deepcopy(given).eval()
+    parallel: Any = parallelize(given, inputs, constraints=("data=2",))
+    parallel.eval()
+    text = inputs["input_ids"][:3, :5]
+    for start in (text[:2], text, text.flip(1)):
+        expected = single.generate(start, do_sample=False, max_new_tokens=3)
+        assert torch.equal(parallel.generate(start, do_sample=False, max_new_tokens=3), expected)
+    assert any(call.inputs.startswith("input_ids [3, 64]") for call in parallel.plans)
+
+
 def test_tokens_are_those_of_one_device() -> None:
     launch(
         2,
+        check_rows_that_do_not_divide,
         partial(check_generation, "gpt2", "data=2"),
         partial(check_generation, "llama", "tensor=2"),
         partial(check_generation, "bart", "tensor=2"),

@@ -65,6 +65,7 @@ def test_a_pattern_is_compared_with_names_alone() -> None:
         (["recompute=ful"], "did you mean 'full'"),
         (["tensor=3"], "3 does not divide the 8 devices"),
         (["tensor=two"], "'two' is not a whole number"),
+        (["data=2 zero=3"], r"is more than one: write a text for each, as in \['data=2', 'zero=3'\]"),
         (["zero=4"], "the ZeRO level is 0, 1, 2 or 3"),
         (["data=0"], "at least 1"),
         (["mesh=2x2"], "4 devices, but there are 8"),

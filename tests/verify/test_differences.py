@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import VerificationError
+from autopar.verify import compare
 from autopar.verify.differences import relative_error
+from autopar.verify.rehearsal import Run, join_runs
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,41 @@ from autopar.verify.differences import relative_error
 )
 def test_relative_error(expected, found, error):
     assert relative_error(expected, found) == error
+
+
+def run_with_loss(loss: float) -> Run:
+    return Run((loss,), {}, {}, {})
+
+
+def test_a_loss_that_is_nan_on_all_ranks_is_equal_on_them_and_no_other_loss():
+    joined = join_runs([run_with_loss(float("nan")), run_with_loss(float("nan"))], 1)
+    with pytest.raises(VerificationError, match="rank 1 has losses"):
+        join_runs([run_with_loss(float("nan")), run_with_loss(1.0)], 1)
+    assert compare(run_with_loss(1.0), joined, 2).loss_error == float("inf")
+
+
+class LogarithmOfMean(nn.Module):
+    """NaN where the mean is negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (x * self.scale).mean().log()
+
+
+def test_a_model_whose_loss_is_nan_on_one_device_is_refused_with_its_loss():
+    model, inputs = LogarithmOfMean(), {"x": -torch.ones(8, 8)}
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=("data=2",))
+    with pytest.raises(VerificationError, match="on one device the loss of step 0 is nan"):
+        autopar.verify(model, plan, inputs)
+
+
+def test_a_part_of_the_batch_whose_loss_is_nan_is_not_the_one_to_verify_with():
+    model, inputs = LogarithmOfMean(), {"x": torch.linspace(-1, 3, 8)[:, None].expand(8, 8).contiguous()}
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=("data=2",))
+    assert autopar.verify(model, plan, inputs).loss_error < 1e-12
 
 
 class Masked(nn.Module):

@@ -303,7 +303,9 @@ class ParallelModule(ModuleInspection):
 
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
             self._check_modes()
-            return self._executors.find(args, kwargs, is_training=self.training, part=part)
+            known = self._executors.find(args, kwargs, is_training=self.training, part=part)
+            # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
+            return None if known is None else (known[0], [_read(x) for x in known[1]])
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
@@ -387,6 +389,11 @@ class ParallelModule(ModuleInspection):
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
 
 
+def _read(x: Any) -> Any:
+    """`x`, whole if it is an output that has not been read; what goes from call to call in parts stays so."""
+    return x.whole() if isinstance(x, LateTensor) and not isinstance(x, CarriedTensor) else x
+
+
 class _Whole(torch.autograd.Function):
     """A whole tensor as if computed of the parameter of which it is; every rank has the same gradient of it."""
 
@@ -402,6 +409,4 @@ class _Whole(torch.autograd.Function):
 
 def _plain(x: Any) -> Any:
     """An input that this or another call gave out as something else than a plain whole tensor."""
-    if isinstance(x, CarriedTensor):
-        return x
-    return x.whole() if isinstance(x, LateTensor) else x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if isinstance(x, DTensor) else _read(x)

@@ -1,0 +1,101 @@
+"""Checks of values that do nothing but raise: ``if labels.max() >= size: raise ...`` and ``assert (x > 0).all()``.
+
+A traced program has no values to check, and takes the way on which nothing is raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from autopar.trace import torch_recording
+from autopar.trace.source_lines import is_users, user_line
+
+__all__ = ["passed_checks"]
+
+Span = tuple[int | None, int | None, int | None, int | None]  # first line, last line, first column, last column
+
+
+@contextmanager
+def passed_checks(note: Callable[[str], None]) -> Generator[None]:
+    """Inside, a truth value that only a check needs is the one with which nothing is raised; `note` gets its text."""
+
+    def decide(frame: FrameType) -> bool | None:
+        check = _check_at(frame)
+        if check is None:
+            return None
+        note(
+            f"{check.where}: this check of values is left out, as only the values of a batch decide it: check batches "
+            "outside of the model"
+        )
+        return check.answer
+
+    with torch_recording.truth_values(decide):
+        yield
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Where a check stands, and the truth value with which it raises nothing."""
+
+    where: str
+    answer: bool
+
+
+def _check_at(frame: FrameType) -> _Check | None:
+    """The check of the user's that `frame` is deciding; None if more than raising depends on it."""
+    file = frame.f_code.co_filename
+    if frame.f_code is torch_recording.ASSERT_CODE:
+        return _Check(user_line(), True)
+    if not is_users(file):
+        return None
+    span = list(frame.f_code.co_positions())[frame.f_lasti // 2]  # instructions take two bytes
+    for node in ast.walk(_parsed(frame)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)):
+            answers = _answers(node, span)
+            if len(answers) == 1:
+                return _Check(f"{file}:{node.lineno}", answers.pop())
+    return None
+
+
+def _answers(check: ast.If | ast.Assert, span: Span) -> set[bool]:
+    """The truth values with which `check` raises nothing, of those of its parts that the instruction at `span` may ask.
+
+    Before Python 3.12 the span is that of the whole statement.
+    """
+    parts = [*_parts(check.test, isinstance(check, ast.Assert))]
+    if span == (check.lineno, check.end_lineno, check.col_offset, check.end_col_offset):
+        return {answer for _, answer in parts}
+    return {answer for part, answer in parts if _holds(part, span)}
+
+
+def _parsed(frame: FrameType) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except SyntaxError:  # no file of Python
+        return ast.Module([], [])
+
+
+def _holds(node: ast.expr, span: Span) -> bool:
+    line, end_line, column, end_column = span
+    if line is None or end_line is None or column is None or end_column is None:
+        return False
+    if node.end_lineno is None or node.end_col_offset is None:
+        return False
+    begins = (node.lineno, node.col_offset) <= (line, column)
+    return begins and (end_line, end_column) <= (node.end_lineno, node.end_col_offset)
+
+
+def _parts(test: ast.expr, answer: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """The parts of a test that Python asks for their truth, with the value that makes the test `answer`."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _parts(value, answer)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not answer)
+    else:
+        yield test, answer
