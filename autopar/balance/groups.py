@@ -23,6 +23,7 @@ __all__ = ["Groups", "best_groups", "candidate_counts", "devices_bound"]
 # Targets above the bound, the first of which that can be met is most often the best.
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
 _PLACES_TRIED = 5e7  # sequences times groups, in all trials: about a tenth of a second
+_EVENED = 6  # of the trials: it takes longer than all else, and what is slower before is rarely the best after
 _FEW_DEVICES = 8  # of which there are at most ten ways to form groups of 1, 2, 4 and 8
 
 
@@ -46,6 +47,11 @@ class Groups:
     bound_s: float
     is_exact: bool
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return float(self.packed.load.max(initial=0.0)) + self.fixed_s
+
 
 def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
     """No groups have less than this as the most work: of `work` ``[degrees, n]`` in seconds of groups, the mean over
@@ -65,30 +71,37 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
     degrees = np.array([cost.degree for cost in costs])
     work = np.array([np.where(tokens <= cost.tokens, cost.seconds(tokens), np.inf) for cost in costs])
     bound_s = devices_bound(work, degrees, devices)
-    best: _Trial | None = None
-    spent = 0
-    for counts in candidate_counts(work, degrees, devices):
-        kind = np.repeat(np.arange(len(costs)), counts)
-        used = sorted(set(kind.tolist()))
-        least_s = devices_bound(work[used], degrees[used], devices)
-        for rows, room, fixed_s in _microbatches([costs[index] for index in kind], tokens):
-            is_slower = best is not None and least_s + fixed_s >= best.step_s
-            if is_slower or (best is not None and spent + len(kind) * len(tokens) > _PLACES_TRIED):
-                break
-            spent += len(kind) * len(tokens)
-            places = Places(kind, rows, room, tokens, work)
-            packed = longest_first(places)
-            if packed is None:
-                continue
-            packed = even_out(places, packed, bound_s)
-            if best is None or float(packed.load.max(initial=0.0)) + fixed_s < best.step_s:
-                best = _Trial(places, packed, fixed_s)
-    assert best is not None  # groups of the largest degree alone are a candidate
+    trials = sorted(_trials(costs, devices, tokens, work), key=lambda trial: trial.step_s)
+    best = trials[0]  # groups of the largest degree alone are one
+    for trial in trials[:_EVENED]:
+        packed = even_out(trial.places, trial.packed, bound_s)
+        best = min(best, _Trial(trial.places, packed, trial.fixed_s), key=lambda each: each.step_s)
     places, packed, is_exact = best.places, best.packed, False
     is_work_alone = len({cost.step_s for cost in costs}) == 1 and not any(cost.microbatch_s for cost in costs)
     if len(tokens) <= FEW and devices <= _FEW_DEVICES and is_work_alone:
         places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
     return Groups(degrees[places.kind], packed, places.rows, best.fixed_s, bound_s, is_exact)
+
+
+def _trials(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray, work: np.ndarray) -> Iterator[_Trial]:
+    """Groups with as many microbatches as could be worth it, fewer ones first; `costs` by falling degree."""
+    degrees = np.array([cost.degree for cost in costs])
+    best_s = np.inf
+    spent = 0
+    for counts in candidate_counts(work, degrees, devices):
+        kind = np.repeat(np.arange(len(costs)), counts)
+        used = sorted(set(kind.tolist()))
+        least_s = devices_bound(work[used], degrees[used], devices)
+        for rows, room, fixed_s in _microbatches([costs[int(index)] for index in kind], tokens):
+            if least_s + fixed_s >= best_s or (best_s < np.inf and spent + len(kind) * len(tokens) > _PLACES_TRIED):
+                break
+            spent += len(kind) * len(tokens)
+            places = Places(kind, rows, room, tokens, work)
+            packed = longest_first(places)
+            if packed is not None:
+                trial = _Trial(places, packed, fixed_s)
+                best_s = min(best_s, trial.step_s)
+                yield trial
 
 
 @dataclass(frozen=True, eq=False)
