@@ -10,7 +10,8 @@ other, so that what else the machine does slows both.  Neither has pipeline stag
 For each plan or groups that balanced steps ran by, and for all steps, three ratios of static to balanced are printed:
 as predicted of these very batches; of CPU seconds of the rank that computes most, which is what a step takes where each
 rank has a core to itself and nothing else is waited for; and of seconds, which depend on what shares the cores.  The
-prediction's error is how far those CPU seconds are from predicted seconds: the mean over steps, and the range.
+prediction's error is how far those CPU seconds are from predicted seconds: the mean over steps, and the range.  What
+balancing gains should be "at least" the predicted ratio less the mean absolute error of steps of both models.
 """
 
 from __future__ import annotations
@@ -125,7 +126,14 @@ def compare(steps: Sequence[tuple[Step, Step]]) -> dict[str, float]:
     numbers = torch.tensor(steps, dtype=torch.float64)  # [steps, 2, 3]
     predicted, seconds, cpu = (numbers[:, 0].sum(0) / numbers[:, 1].sum(0)).tolist()
     errors = numbers[:, :, 2] / numbers[:, :, 0]
-    found: dict[str, float] = {"steps": len(steps), "predicted": predicted, "of CPU": cpu, "of seconds": seconds}
+    least = predicted * (1 - float((errors - 1).abs().mean()))
+    found: dict[str, float] = {
+        "steps": len(steps),
+        "predicted": predicted,
+        "at least": least,
+        "of CPU": cpu,
+        "of seconds": seconds,
+    }
     for name, own in zip(("static", "balanced"), errors.unbind(1), strict=True):
         found[f"{name} CPU / predicted"] = float(own.mean())
         if len(own) > 1:

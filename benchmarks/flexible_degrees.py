@@ -9,15 +9,19 @@ Twice: by our prices, of the plans that the search finds for each degree (rows o
 ZeRO-3), and by FlexSP's own prices (the solver of its repository, branch flexsp: fits of compute, all-to-alls
 measured on its cluster), which say what our assignments gain there.  A group computes its sequences one after the
 other, in microbatches of `DEVICE_TOKENS` tokens a device; all groups run equally many, because ZeRO-3 gathers
-parameters over all devices in each.  FlexSP forms new groups for each microbatch; here the groups stay for the step,
-and a bound on what that loses is printed.
+parameters over all devices in each.  FlexSP forms new groups for each microbatch; here the groups stay for the step.
+
+`measure_batches` (`lengths.py --batches`) shows each batch, and what new groups in each microbatch could gain: the
+sequences sorted by length are cut into microbatches of like tokens, and groups chosen for each of them.  Nothing of
+autopar runs or plans such steps.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.balance import Lengths
 from autopar.balance.costs import GroupCost
-from autopar.balance.groups import best_groups
+from autopar.balance.groups import Groups, best_groups
 from autopar.errors import AutoparError
 
 DEVICES = 64
@@ -46,6 +50,8 @@ FITS = {
     "6.7B": (5.128e-6, 0.1839576, 629.3563), "13B": (9.2852e-6, 0.3060189, 1132.5632),
     "30B": (15.4262e-6, 0.8035742, 2789.3644),
 }  # fmt: skip
+MORE_MICROBATCHES = 2  # than tokens need, tried with new groups in each: more were never faster
+RESAMPLED = 1000  # bootstrap over batches
 EXCHANGE_GIB_PER_S = {1: np.inf, 2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}  # all-to-all of a degree
 
 
@@ -55,24 +61,28 @@ class Degrees:
 
     costs: Sequence[GroupCost]
 
-    def flexible_s(self, tokens: np.ndarray) -> float:
-        """Of a step whose groups have several degrees."""
-        return self._step_s(self.costs, tokens)[0]
+    def flexible(self, tokens: np.ndarray) -> Groups:
+        """Of several degrees, for a step."""
+        return best_groups(self.costs, DEVICES, tokens)
 
-    def gap(self, tokens: np.ndarray) -> float:
-        """How far the largest work may be above the least possible, even with other groups in each microbatch."""
-        return self._step_s(self.costs, tokens)[1]
-
-    def _step_s(self, costs: Sequence[GroupCost], tokens: np.ndarray) -> tuple[float, float]:
-        found = best_groups(costs, DEVICES, tokens)
-        largest_s = float(found.packed.load.max())
-        return largest_s + found.fixed_s, largest_s / found.bound_s - 1
+    def renewed_s(self, tokens: np.ndarray) -> float:
+        """Of a step with new groups of several degrees in each microbatch."""
+        costs = [replace(cost, step_s=0.0) for cost in self.costs]
+        ordered = np.sort(tokens)[::-1]
+        before = np.cumsum(ordered) - ordered
+        least = -(-int(tokens.sum()) // (DEVICES * DEVICE_TOKENS))
+        steps_s: list[float] = []
+        for count in range(least, least + MORE_MICROBATCHES + 1):
+            number = before * count // tokens.sum()
+            parts = (ordered[number == each] for each in range(count))
+            steps_s.append(sum(best_groups(costs, DEVICES, part).step_s for part in parts if len(part)))
+        return min(steps_s) + max(cost.step_s for cost in self.costs)
 
     def alone_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """Of a step whose groups all have the degree of `cost`."""
         if tokens.max() > cost.tokens:
             return np.inf
-        return self._step_s([cost], tokens)[0]
+        return best_groups([cost], DEVICES, tokens).step_s
 
     def by_room_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """As `alone_s`, with sequences packed as FlexSP's baselines do: best fit into as few groups as have room, so
@@ -137,20 +147,27 @@ def published_degrees(name: str) -> Degrees:
     return Degrees(costs)
 
 
+def draw(lengths: Lengths, context: int) -> list[np.ndarray]:
+    """The batches of a setting."""
+    random = np.random.default_rng(0)
+    return [lengths.up_to(context).draw(512, random) for _ in range(DRAWS)]
+
+
 def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, float]:
     """Of groups of several degrees; means over batches of up to `context` tokens a sequence."""
-    random = np.random.default_rng(0)
-    batches = [lengths.up_to(context).draw(512, random) for _ in range(DRAWS)]
-    flexible_s = np.mean([degrees.flexible_s(tokens) for tokens in batches])
+    batches = draw(lengths, context)
+    flexible = [degrees.flexible(tokens) for tokens in batches]
+    flexible_s = float(np.mean([found.step_s for found in flexible]))
     even, by_room = (
         np.array([[seconds(cost, tokens) for cost in degrees.costs] for tokens in batches])
         for seconds in (degrees.alone_s, degrees.by_room_s)
     )
     static = {cost.degree: even[:, place].mean() for place, cost in enumerate(degrees.costs) if cost.tokens >= context}
     best = min(static, key=lambda degree: static[degree])
+    gaps = [float(found.packed.load.max()) / found.bound_s - 1 for found in flexible]
     return {
-        "s of a step": float(flexible_s),
-        "at most above the least possible": float(np.mean([degrees.gap(tokens) for tokens in batches])),
+        "s of a step": flexible_s,
+        "work above the least possible": float(np.mean(gaps)),
         f"/ best static degree ({best})": static[best] / flexible_s,
         f"/ FlexSP's static degree ({DEVICES})": static[DEVICES] / flexible_s,
         "/ one degree a batch": even.min(axis=1).mean() / flexible_s,
@@ -158,14 +175,60 @@ def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, floa
     }
 
 
-def measure(name: str, lengths: Lengths) -> Iterator[tuple[str, dict[str, float]]]:
+def batch_by_batch(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, Any]:
+    """Seconds of each batch, and what they say of FlexSP's static degree."""
+    batches = draw(lengths, context)
+    flexible = [degrees.flexible(tokens) for tokens in batches]
+    step_s = np.array([found.step_s for found in flexible])
+    renewed_s = np.array([degrees.renewed_s(tokens) for tokens in batches])
+    whole = next(cost for cost in degrees.costs if cost.degree == DEVICES)
+    static_s = np.array([degrees.alone_s(whole, tokens) for tokens in batches])
+    least = [-(-int(tokens.sum()) // (DEVICES * DEVICE_TOKENS)) for tokens in batches]
+    fixed_s = np.array(least) * min(cost.microbatch_s for cost in degrees.costs) + min(c.step_s for c in degrees.costs)
+    bound_s = np.array([found.bound_s for found in flexible]) + fixed_s
+    random = np.random.default_rng(0)
+    picked = random.integers(0, len(batches), (RESAMPLED, len(batches)))
+    drawn = static_s[picked].sum(axis=1) / step_s[picked].sum(axis=1)
+    better_s = np.minimum(step_s, renewed_s)
+    rows = {
+        f"{number + 1:2}: longest {tokens.max():>7,}, {found.microbatches} microbatches ({need} needed)": (
+            f"{own_s:6.2f} s, new groups each {new_s:6.2f}, no less than {low_s:6.2f}"
+        )
+        for number, (tokens, found, need, own_s, new_s, low_s) in enumerate(
+            zip(batches, flexible, least, step_s, renewed_s, bound_s, strict=True)
+        )
+    }
+    return rows | {
+        f"/ FlexSP's static degree ({DEVICES})": float(static_s.sum() / step_s.sum()),
+        "its standard error (bootstrap)": float(drawn.std()),
+        "new groups in each microbatch": float(static_s.sum() / renewed_s.sum()),
+        "the better of both for each batch": float(static_s.sum() / better_s.sum()),
+        "no groups more than": float(static_s.sum() / bound_s.sum()),
+    }
+
+
+def measure_batches(name: str, lengths: Lengths, prices: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Batch by batch, for each context."""
+    for own, degrees in degrees_by(name, prices).items():
+        for context in CONTEXTS:
+            title = f"batch by batch: {name}, up to {context:,} tokens, by {own} prices"
+            yield title, batch_by_batch(degrees, lengths, context)
+
+
+def degrees_by(name: str, prices: str) -> dict[str, Degrees]:
+    """`prices`: ``"ours"``, which are searched for in minutes, ``"flexsp"``, or ``"both"``."""
+    made = {} if prices == "flexsp" else {"our": found_degrees(name)}
+    return made | ({} if prices == "ours" else {"FlexSP's": published_degrees(name)})
+
+
+def measure(name: str, lengths: Lengths, prices: str) -> Iterator[tuple[str, dict[str, float]]]:
     """What is shown of a model, for each context."""
-    ours, theirs = found_degrees(name), published_degrees(name)
+    found = degrees_by(name, prices)
     for context in CONTEXTS:
         title = f"unlike groups in one step: {name}, up to {context:,} tokens"
         over_static, each_over_static = PUBLISHED[name, context]
-        yield f"{title}, by our prices", speedups(ours, lengths, context)
-        yield f"{title}, by FlexSP's prices", speedups(theirs, lengths, context)
+        for own, degrees in found.items():
+            yield f"{title}, by {own} prices", speedups(degrees, lengths, context)
         yield f"{title}, published", {
             "/ static degree": over_static, "/ one degree a batch": over_static / each_over_static
         }  # fmt: skip

@@ -1,12 +1,13 @@
 """How even the work of devices is when sequences have many lengths, and what sharing them out costs.
 
     python benchmarks/lengths.py [--lengths FILE] [--context 131072] [--models 6.7B 13B 30B] [--json]
+    python benchmarks/lengths.py --lengths FILE --models 6.7B 13B 30B --batches [--prices flexsp]
 
 (a) LLaMA 7B on 64 H100s: largest / mean work of data-parallel ranks, attention and linear work of tokens, by the prices
     of the plan that the search finds (estimates), with documents packed into rows as they come, and assigned over
     1 to 8 batches.
 (b) FlexSP's setting (`flexible_degrees.py`): groups of several degrees in one step, predicted, against one degree,
-    beside what FlexSP measured.  It takes minutes for each model.
+    beside what FlexSP measured.  It takes minutes for each model.  With --batches, only each of its batches.
 (c) Images on 16 GPUs and video clips on 32, the mixes of KnapFormer (commit efda11b): each GPU its own clips as they
     come, and clips assigned to groups of 1 to 8 GPUs. Work is in floating-point operations of a transformer of 57
     blocks, width 3072; communication within groups counts nothing.
@@ -34,7 +35,7 @@ import autopar
 from autopar.balance import Assignment, BatchPlanner, Clip, Lengths
 from autopar.plan import Decisions, Plan
 from autopar.plan.prediction import Prediction, RowCost
-from benchmarks.flexible_degrees import SIZES, measure
+from benchmarks.flexible_degrees import SIZES, measure, measure_batches
 
 ROWS = 8  # of a batch: one for each data-parallel rank, if the plan has eight
 DRAWS = 20  # batches, and mixes, whose mean is shown
@@ -147,32 +148,40 @@ def measure_cost(plan: Plan, lengths: Lengths) -> dict[str, float]:
     return found
 
 
+def measure_balance(lengths: Lengths, context: int) -> dict[str, Any]:
+    """(a), (c) and (d)."""
+    plan = plan_of_context(context)
+    return {
+        "lengths": str(lengths), "text: largest / mean work": measure_text(plan, lengths),
+        "images: largest / mean work": measure_clips(MIX[:4]), "clips: largest / mean work": measure_clips(MIX),
+        "CPU ms of an assignment": measure_cost(plan, lengths),
+    }  # fmt: skip
+
+
 def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", help="a file of lengths, or of the columns quantile and tokens")
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--models", nargs="*", default=[], choices=list(SIZES), help="of (b), which takes minutes each")
+    parser.add_argument("--batches", action="store_true", help="of --models only, each batch")
+    parser.add_argument(
+        "--prices", default="both", choices=["ours", "flexsp", "both"], help="of (b): ours take a search"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     # Without a file: what fits Wikipedia's body.
     lengths = Lengths.read(given.lengths) if given.lengths else Lengths.lognormal(mean=1014, sigma=1.26)
-    whole, lengths = lengths, lengths.clipped(given.context)
-    plan = plan_of_context(given.context)
-    results: dict[str, Any] = {
-        "lengths": str(lengths), "text: largest / mean work": measure_text(plan, lengths),
-        "images: largest / mean work": measure_clips(MIX[:4]), "clips: largest / mean work": measure_clips(MIX),
-        "CPU ms of an assignment": measure_cost(plan, lengths),
-    }  # fmt: skip
+    results: dict[str, Any] = {} if given.batches else measure_balance(lengths.clipped(given.context), given.context)
     for name in given.models:
-        results |= measure(name, whole)
+        results |= (measure_batches if given.batches else measure)(name, lengths, given.prices)
     if given.json:
         print(json.dumps(results, indent=1))
         return
     for name, found in results.items():
         print(name, found if isinstance(found, str) else "")
         for what, number in found.items() if isinstance(found, dict) else ():
-            print(f"  {what:40} {number:8.3f}")
+            print(f"  {what:40} {number if isinstance(number, str) else format(number, '8.3f')}")
 
 
 if __name__ == "__main__":

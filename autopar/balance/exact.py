@@ -22,7 +22,7 @@ class _Search:
         self.work = places.work.tolist()
         self.tokens = places.tokens.tolist()
         self.load = [0.0] * len(self.kind)
-        self.left = [[float(places.room)] * places.rows for _ in self.kind]
+        self.left = places.rooms.tolist()
         self.path: list[tuple[int, int]] = []
         self.best_s = best_s
         self.best: list[tuple[int, int]] = []

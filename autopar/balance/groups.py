@@ -23,6 +23,7 @@ __all__ = ["Groups", "best_groups", "candidate_counts", "devices_bound"]
 # Targets above the bound, the first of which that can be met is most often the best.
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
 _PLACES_TRIED = 5e7  # sequences times groups, in all trials: about a tenth of a second
+_EVENED = 6  # of the trials: it takes longer than all else, and what is slower before is rarely the best after
 _FEW_DEVICES = 8  # of which there are at most ten ways to form groups of 1, 2, 4 and 8
 
 
@@ -32,7 +33,8 @@ class Groups:
 
     Args:
         degrees: ``[groups]`` the number of devices of each group, in falling order.
-        packed: which group has which sequence.
+        packed: which group has which sequence, in which microbatch.
+        microbatches: of each group, empty ones included.
         fixed_s: seconds of the step that don't depend on its sequences, the microbatches included.
         bound_s: a lower bound on the seconds of the group with the most work, for any groups.
         is_exact: whether no groups have a shorter step.
@@ -40,9 +42,15 @@ class Groups:
 
     degrees: np.ndarray
     packed: Packed
+    microbatches: int
     fixed_s: float
     bound_s: float
     is_exact: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return float(self.packed.load.max(initial=0.0)) + self.fixed_s
 
 
 def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
@@ -63,39 +71,64 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
     degrees = np.array([cost.degree for cost in costs])
     work = np.array([np.where(tokens <= cost.tokens, cost.seconds(tokens), np.inf) for cost in costs])
     bound_s = devices_bound(work, degrees, devices)
-    best: tuple[float, Places, Packed] | None = None
-    spent = 0.0
-    for counts in candidate_counts(work, degrees, devices):
-        groups = sum(counts)
-        if best is not None and spent + groups * len(tokens) > _PLACES_TRIED:
-            continue
-        spent += groups * len(tokens)
-        places = Places(np.repeat(np.arange(len(costs)), counts), 1, np.inf, tokens, work)
-        packed = longest_first(places)
-        if packed is None:
-            continue
-        packed = even_out(places, packed, bound_s)
-        step_s = float(packed.load.max(initial=0.0)) + _fixed_s(costs, places, packed)
-        if best is None or step_s < best[0]:
-            best = step_s, places, packed
-    assert best is not None  # groups of the largest degree alone are a candidate
-    _, places, packed = best
-    is_exact = False
+    trials = sorted(_trials(costs, devices, tokens, work), key=lambda trial: trial.step_s)
+    best = trials[0]  # groups of the largest degree alone are one
+    for trial in trials[:_EVENED]:
+        packed = even_out(trial.places, trial.packed, bound_s)
+        best = min(best, _Trial(trial.places, packed, trial.fixed_s), key=lambda each: each.step_s)
+    places, packed, is_exact = best.places, best.packed, False
     is_work_alone = len({cost.step_s for cost in costs}) == 1 and not any(cost.microbatch_s for cost in costs)
     if len(tokens) <= FEW and devices <= _FEW_DEVICES and is_work_alone:
         places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
-    return Groups(degrees[places.kind], packed, _fixed_s(costs, places, packed), bound_s, is_exact)
+    return Groups(degrees[places.kind], packed, places.rows, best.fixed_s, bound_s, is_exact)
 
 
-def _fixed_s(costs: Sequence[GroupCost], places: Places, packed: Packed) -> float:
-    """Seconds of a step that don't depend on its sequences: those of the slowest group, in as many microbatches as the
-    tokens of the fullest group need at least.
+def _trials(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray, work: np.ndarray) -> Iterator[_Trial]:
+    """Groups with as many microbatches as could be worth it, fewer ones first; `costs` by falling degree."""
+    degrees = np.array([cost.degree for cost in costs])
+    best_s = np.inf
+    spent = 0
+    for counts in candidate_counts(work, degrees, devices):
+        kind = np.repeat(np.arange(len(costs)), counts)
+        used = sorted(set(kind.tolist()))
+        least_s = devices_bound(work[used], degrees[used], devices)
+        for rows, room, fixed_s in _microbatches([costs[int(index)] for index in kind], tokens):
+            if least_s + fixed_s >= best_s or (best_s < np.inf and spent + len(kind) * len(tokens) > _PLACES_TRIED):
+                break
+            spent += len(kind) * len(tokens)
+            places = Places(kind, rows, room, tokens, work)
+            packed = longest_first(places)
+            if packed is not None:
+                trial = _Trial(places, packed, fixed_s)
+                best_s = min(best_s, trial.step_s)
+                yield trial
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    places: Places
+    packed: Packed
+    fixed_s: float
+
+    @property
+    def step_s(self) -> float:
+        return float(self.packed.load.max(initial=0.0)) + self.fixed_s
+
+
+def _microbatches(groups: Sequence[GroupCost], tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray, float]]:
+    """Numbers of microbatches from what tokens need at least to one for each sequence, the ``[groups]`` room of one,
+    and seconds of a step that don't depend on its sequences: those of the slowest group.
+
+    One without a limit of its room stands for all numbers where a microbatch costs nothing.
     """
-    capacity = np.array([cost.tokens for cost in costs])[places.kind]
-    filled = np.bincount(packed.group, weights=places.tokens, minlength=len(capacity))
-    microbatches = max(1, math.ceil(float((filled / capacity).max())))
-    used = [cost for kind, cost in enumerate(costs) if (places.kind == kind).any()]
-    return max(cost.step_s for cost in used) + microbatches * max(cost.microbatch_s for cost in used)
+    step_s, microbatch_s = (max(getattr(cost, what) for cost in groups) for what in ("step_s", "microbatch_s"))
+    if not microbatch_s:
+        yield 1, np.full(len(groups), np.inf), step_s
+        return
+    room = np.array([float(cost.tokens) for cost in groups])
+    least = max(1, math.ceil(float(tokens.sum() / room.sum())))
+    for count in range(least, max(least, len(tokens)) + 1):
+        yield count, room, step_s + count * microbatch_s
 
 
 def candidate_counts(work: np.ndarray, degrees: np.ndarray, devices: int) -> Iterator[tuple[int, ...]]:

@@ -25,20 +25,25 @@ class Places:
     Args:
         kind: ``[groups]`` which row of `work` prices the group.
         rows: of each group.
-        room: tokens of a row.
+        room: tokens of a row, of all groups or of each.
         tokens: ``[n]`` of each sequence.
         work: ``[kinds, n]`` seconds of each sequence on a group of each kind; infinite where it has no room.
     """
 
     kind: np.ndarray
     rows: int
-    room: float
+    room: float | np.ndarray
     tokens: np.ndarray
     work: np.ndarray
 
     def seconds(self, index: int) -> np.ndarray:
         """Of a sequence on each group; ``[1]`` where all are of one kind."""
         return self.work[:, index] if len(self.work) == 1 else self.work[self.kind, index]
+
+    @property
+    def rooms(self) -> np.ndarray:
+        """``[groups, rows]`` tokens."""
+        return np.tile(np.broadcast_to(self.room, len(self.kind)).astype(np.float64)[:, None], self.rows)
 
     @property
     def order(self) -> np.ndarray:
@@ -59,9 +64,7 @@ class Packed:
     def empty(cls, places: Places) -> Packed:
         """Nothing has a place yet."""
         count, groups = len(places.tokens), len(places.kind)
-        return cls(
-            np.full(count, -1), np.zeros(count, np.int64), np.zeros(groups), np.full((groups, places.rows), places.room)
-        )
+        return cls(np.full(count, -1), np.zeros(count, np.int64), np.zeros(groups), places.rooms)
 
     def put(self, places: Places, index: int, group: int, row: int) -> None:
         """Give a sequence its place."""
@@ -117,7 +120,7 @@ def tightest_rows(places: Places) -> Packed | None:
     """As `longest_first`, but rows are filled for room alone (best fit), and then shared out among groups, which are
     all of one kind: where room is scarce.
     """
-    left = np.full(len(places.kind) * places.rows, places.room)
+    left = places.rooms.reshape(-1)
     rows = np.zeros(len(places.tokens), np.int64)
     for index in np.argsort(-places.tokens, kind="stable"):
         fits = np.where(left >= places.tokens[index], left, np.inf)

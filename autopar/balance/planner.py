@@ -106,9 +106,8 @@ class BatchPlanner:
     def _assign_degrees(self, tokens: np.ndarray) -> Assignment:
         found = best_groups(self.costs, self.devices, tokens)
         packed, once = found.packed, RowCost(step_s=found.fixed_s)
-        return Assignment(
-            tokens, packed.group, packed.row, found.degrees, 1, packed.load, found.bound_s, found.is_exact, once
-        )
+        places = tokens, packed.group, packed.row, found.degrees, found.microbatches
+        return Assignment(*places, packed.load, found.bound_s, found.is_exact, once)
 
     def _taken(self, row: RowCost, tokens: np.ndarray) -> np.ndarray:
         """``[n]`` places of a row that sequences take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -129,20 +130,62 @@ class EvenSteps:
     def __len__(self) -> int:
         return len(self.base)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        drawn: list[list[int]] = []
-        for batch in self.base:
-            drawn.append(batch)
-            if len(drawn) == self.steps:
-                yield from self._spread(drawn)
-                drawn = []
-        yield from self._spread(drawn)
+    def __iter__(self) -> _EvenStepsIterator:
+        return _EvenStepsIterator(self)
 
-    def _spread(self, drawn: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    def spread(self, drawn: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The samples of these batches, dealt out anew to as many."""
         if not drawn:
-            return
+            return []
         indices = np.concatenate([np.asarray(batch, dtype=np.int64) for batch in drawn])
         assignment = self.planner.assign(self.lengths[indices], batches=len(drawn))
         step: np.ndarray = assignment.group // (len(assignment.degrees) // len(drawn))
-        parts = [indices[step == number].tolist() for number in range(len(drawn))]
-        yield from parts if all(parts) else map(list, drawn)  # a step without a sample has no loss
+        parts: list[list[int]] = [indices[step == number].tolist() for number in range(len(drawn))]
+        return parts if all(parts) else list(map(list, drawn))  # a step without a sample has no loss
+
+
+class _EvenStepsIterator:
+    """The batches of `EvenSteps`, with a state that holds those that are dealt out and not yet given: another number of
+    ranks would deal them out in another way.
+    """
+
+    def __init__(self, steps: EvenSteps) -> None:
+        self._steps = steps
+        self._base: Any = iter(steps.base)
+        self._ready: list[list[int]] = []
+        self._drawn = 0
+        self._skipped = 0  # batches of a base without a state that another iterator drew
+
+    def __iter__(self) -> _EvenStepsIterator:
+        return self
+
+    def __next__(self) -> list[int]:
+        # Here, since samplers draw for a whole epoch with their first batch, and `Draws` waits for that.
+        for _ in itertools.islice(self._base, self._skipped):
+            pass
+        self._skipped = 0
+        if not self._ready:
+            drawn: list[list[int]] = list(itertools.islice(self._base, self._steps.steps))
+            self._drawn += len(drawn)
+            self._ready = self._steps.spread(drawn)
+        if not self._ready:
+            raise StopIteration
+        return self._ready.pop(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the base is, and the batches that are left of those drawn."""
+        base = self._base.state_dict() if hasattr(self._base, "state_dict") else None
+        return {"base": base, "drawn": self._drawn, "ready": [list(batch) for batch in self._ready]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._drawn, self._ready = state_dict["drawn"], [list(batch) for batch in state_dict["ready"]]
+        if state_dict["base"] is None:
+            self._skipped = self._drawn
+        else:
+            self._base.load_state_dict(state_dict["base"])
+
+    def update_state_dict(self) -> None:
+        """Pass it on."""
+        if hasattr(self._base, "update_state_dict"):
+            self._base.update_state_dict()

@@ -143,6 +143,20 @@ def test_groups_weigh_work_against_microbatches(
 
 
 @pytest.mark.parametrize(
+    ("microbatch_s", "rows", "seconds"),
+    [(10.0, [[[0, 3]], [[1, 2]]], 68.0 + 10.0), (1.0, [[[0], []], [[1, 2], [3]]], 64.0 + 2 * 1.0)],
+)
+def test_fewer_microbatches_are_weighed_against_even_work(
+    microbatch_s: float, rows: list[list[list[int]]], seconds: float
+) -> None:
+    row = RowCost(2, 1, 10, 0.0, 1.0, microbatch_s=microbatch_s)
+    both = RowCost(1, 1, 20, 100.0, 1.0, microbatch_s=microbatch_s)  # too slow to be used
+    found = BatchPlanner([plan_of(each, 2) for each in (row, both)]).assign([8, 5, 5, 2])
+    assert [found.rows_of(group) for group in (0, 1)] == rows
+    assert found.step_time_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("lengths", "message"),
     [
         ([3, 13], "sequence 1 of the batch has 13 tokens, more than a row of the plan holds \\(12\\)"),

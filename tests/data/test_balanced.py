@@ -146,6 +146,40 @@ def test_stateful_loaders_resume_on_any_number_of_ranks(worlds: tuple[int, int],
         assert sorted(set(ids[ids > 0].tolist())) == list(expected)
 
 
+@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("is_shuffled", [True, False])
+def test_steps_of_like_work_resume_between_batches_dealt_out_together(stop: int, is_shuffled: bool) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is optional")
+
+    def run(world: int, begin: Callable[[Any], Any]) -> list[Any]:
+        def act(talk: Communicator) -> Any:
+            model: Any = FakeModel(talk)
+            model.plan = plan_of(RowCost(world, 2, TOKENS, 1.0, 0.1))
+            if is_shuffled:
+                generator = torch.Generator().manual_seed(world)
+                given = {"batch_size": 5, "shuffle": True, "generator": generator}
+            else:  # without a state of its own
+                given = {"batch_sampler": [list(range(first, min(23, first + 5))) for first in range(0, 23, 5)]}
+            loader = stateful.StatefulDataLoader(Documents(LENGTHS), **given)
+            return begin(autopar.balanced(loader, model, length_index=LENGTHS, shifts=(), across_steps=2))
+
+        return simulate(world, act)
+
+    def start(loader: Any) -> Any:
+        iterator = iter(loader)
+        return [next(iterator) for _ in range(stop)], loader.state_dict()
+
+    def resume(loader: Any) -> Any:
+        loader.load_state_dict(state)
+        return list(loader)
+
+    begun = run(2, start)
+    state = begun[0][1]
+    shares = [share for own, _ in begun for share in own] + [share for own in run(4, resume) for share in own]
+    ids = torch.cat([share["input_ids"].flatten() for share in shares])
+    assert [int((ids == n + 1).sum()) for n in range(23)] == LENGTHS
+
+
 def test_ranks_without_rows_pass_none() -> None:
     def act(talk: Communicator) -> Any:
         model: Any = FakeModel(talk)
