@@ -106,20 +106,9 @@ def test_a_plan_trains_as_one_device_does(model: str, world: int, constraints: C
         with pytest.raises(ConstraintError, match=refusal[0]):
             plan_for(model, world, constraints)
         return
-    plan = plan_for(model, world, in_whole_batches(constraints))
+    plan = plan_for(model, world, constraints)
     assert_met(model, plan, constraints)
     assert_parity(subject(model), plan)
-
-
-def in_whole_batches(constraints: Constraints) -> Constraints:
-    """`constraints`, with one microbatch where they say nothing of microbatches.
-
-    The search then takes one by itself, as everything fits into memory: the same plan comes of half the work.  Without
-    any constraint the search stays free.
-    """
-    if not constraints or any(text.startswith("microbatches") for text in constraints):
-        return constraints
-    return (*constraints, "microbatches=1")
 
 
 def assert_met(model: str, plan: Plan, constraints: Constraints) -> None:
