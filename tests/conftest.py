@@ -1,8 +1,11 @@
 """What every test shares: one thread a process, one seed a test."""
 
+import contextlib
 import gc
 import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -28,6 +31,32 @@ def pytest_collection_finish():
     """Let the garbage collector leave alone what is there before the first test: modules, hundreds of MB of them."""
     gc.collect()
     gc.freeze()
+
+
+# The tests that need traces for something else; all others are, or may be, about tracing itself.
+SHARING_TRACES = ("balance", "benchmarks", "data", "explain", "laws", "lower/groups", "parity", "search", "step")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of traces that all processes of this run share."""
+    from tests.ranks import share_traces_in
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "traces"
+    folder.mkdir(exist_ok=True)
+    share_traces_in(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_traces(request: pytest.FixtureRequest, traces: Path) -> Iterator[None]:
+    """Tests that only need a trace read those that others have made."""
+    from tests.shared_traces import sharing_traces
+
+    folder = request.path.parent.relative_to(Path(__file__).parent).as_posix()
+    with sharing_traces(traces) if folder in SHARING_TRACES else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RanksError", "run_ranks", "run_script"]
+__all__ = ["RanksError", "run_program", "run_ranks", "run_script", "share_traces_in", "traces_folder"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -41,27 +43,28 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Raises:
         RanksError: some rank raised, died, or ran longer than `timeout_s`.
     """
-    # Imports are most of what a short test costs: one process does them, and ranks are forked from it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    traces = _folder_of_traces().name
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        processes = [
-            context.Process(
-                target=_run_rank, args=(function, rank, world, args, folder, traces, timeout_s), daemon=True
-            )
-            for rank in range(world)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            reason = _wait(processes, timeout_s)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        return _collect(Path(folder), [process.exitcode for process in processes], reason)
+        return _in_processes(_in_group, world, (function, world, args, folder, timeout_s), folder, timeout_s)
+
+
+def run_program(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400) -> str:
+    """Run a script as `run_script` does, in processes that have imported torch, transformers and autopar already.
+
+    Each sees the arguments and the environment that torchrun gives it; `world` 0 is one process without these.  What
+    torchrun does besides is left out, so some script is to be run by `run_script`, too.
+
+    Returns:
+        What it printed (standard output, all ranks).
+
+    Raises:
+        RanksError: it failed, or ran longer than `timeout_s`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        _in_processes(_run_program, max(world, 1), (str(path), world, list(args), port, folder), folder, timeout_s)
+        return "".join(Path(folder, f"printed{rank}").read_text() for rank in range(max(world, 1)))
 
 
 def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400) -> str:
@@ -93,23 +96,84 @@ def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s
     return printed
 
 
+_TRACES: list[Path] = []
+
+
+def traces_folder() -> Path:
+    """Where the ranks that this process starts share their traces, with tests of all processes (`tests.conftest`)."""
+    return _TRACES[0] if _TRACES else Path(_own_folder().name)
+
+
+def share_traces_in(folder: Path) -> None:
+    """From now on that is `folder`."""
+    _TRACES[:] = [folder]
+
+
 @cache
-def _folder_of_traces() -> tempfile.TemporaryDirectory[str]:
-    """Where the ranks that this process starts share their traces, until it ends."""
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="traces-")
 
 
-def _run_rank(
-    function: Callable[..., Any],
-    rank: int,
-    world: int,
-    args: tuple[Any, ...],
-    folder: str,
-    traces: str,
-    timeout_s: float,
-) -> None:
-    import torch
+def _in_group(
+    rank: int, function: Callable[..., Any], world: int, args: tuple[Any, ...], folder: str, timeout_s: float
+) -> Any:
+    """`function`, on a rank of a gloo process group."""
     import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    result = function(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _run_program(rank: int, path: str, world: int, args: list[str], port: int, folder: str) -> None:
+    with Path(folder, f"printed{rank}").open("w") as printed:
+        os.dup2(printed.fileno(), 1)
+    if world:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests",
+        }  # fmt: skip
+    os.chdir(REPOSITORY)
+    sys.argv = [path, *args]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+    sys.stdout.flush()
+
+
+def _in_processes(
+    function: Callable[..., Any], count: int, args: tuple[Any, ...], folder: str, timeout_s: float
+) -> list[Any]:
+    """``function(number, *args)`` in so many new processes; `folder` takes their results."""
+    # Imports are most of what a short test costs: one process does them, and the others are forked from it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    traces = str(traces_folder())
+    processes = [
+        context.Process(target=_run, args=(function, number, args, folder, traces), daemon=True)
+        for number in range(count)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        reason = _wait(processes, timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return _collect(Path(folder), [process.exitcode for process in processes], reason)
+
+
+def _run(function: Callable[..., Any], number: int, args: tuple[Any, ...], folder: str, traces: str) -> None:
+    import torch
 
     from tests.shared_traces import share_traces
 
@@ -117,21 +181,12 @@ def _run_rank(
     share_traces(Path(traces))
     torch.manual_seed(0)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        outcome = (True, function(*args))
-        dist.barrier()
-        dist.destroy_process_group()
+        outcome = (True, function(number, *args))
     except BaseException:  # noqa: BLE001  (whatever it is, it is reported to the parent)
         outcome = (False, traceback.format_exc())
-    partial = Path(folder, f"rank{rank}.partial")
+    partial = Path(folder, f"rank{number}.partial")
     partial.write_bytes(pickle.dumps(outcome))
-    partial.rename(Path(folder, f"rank{rank}"))
+    partial.rename(Path(folder, f"rank{number}"))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: torch's DTensor caches keep the process group, whose threads may still let go of a tensor while

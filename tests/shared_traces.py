@@ -1,10 +1,10 @@
-"""One trace for all ranks of a test: the first process that needs it makes it, the others read it.
+"""One trace for all ranks of a test, and for all tests that need it: the first one makes it, the others read it.
 
-Tracing is most of what a short test on several processes costs, and every rank of it traces the same model.  What is
-shared is found by everything that a trace can see: the pickled module with the values of all its tensors, the example
-inputs, and torch's settings.  A model that can't be pickled, or a failure, is not shared; nor is a model whose forward
-asks for its rank, if it says so (`differs_by_rank = True`).  Scripts (`run_script`) share nothing: there every rank
-traces by itself, as a user's does.
+Tracing is most of what a short test costs, and a third of all that the fast tests do.  The key of a trace is everything
+that it can depend on: the pickled module with the values of all its tensors, the example inputs, and torch's settings.
+What is not shared: models that can't be pickled, traces that fail or warn (each test is to see the warning), and models
+whose forward depends on the rank, if they say so (`differs_by_rank = True`).  Scripts (`run_script`) share nothing:
+there every rank traces by itself, as a user's does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import io
 import pickle
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import autopar.planning.call_plans
 from autopar.ops.registry import registered_targets
 from autopar.trace import Traced, trace
 
-__all__ = ["share_traces"]
+__all__ = ["share_traces", "sharing_traces"]
 
 _TARGETS = registered_targets()
 
@@ -64,7 +65,21 @@ def _key(*seen: Any) -> str | None:
 
 def share_traces(folder: Path) -> None:
     """From now on `autopar.parallelize` and `autopar.api.trace_model` of this process share traces in `folder`."""
+    autopar.planning.call_plans.trace = _sharing(folder)
 
+
+@contextlib.contextmanager
+def sharing_traces(folder: Path) -> Iterator[None]:
+    """Inside, they do."""
+    before = autopar.planning.call_plans.trace
+    share_traces(folder)
+    try:
+        yield
+    finally:
+        autopar.planning.call_plans.trace = before
+
+
+def _sharing(folder: Path) -> Callable[..., Traced]:
     def shared(model: nn.Module, args: Any, kwargs: Any, **settings: Any) -> Traced:
         key = None if getattr(model, "differs_by_rank", False) else _key(model, args, kwargs, settings)
         if key is None:
@@ -72,10 +87,17 @@ def share_traces(folder: Path) -> None:
         path = folder / key
         with filelock.FileLock(f"{path}.lock"):
             if path.exists():
-                return pickle.loads(path.read_bytes())
-            traced = trace(model, args, kwargs, **settings)
+                with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, of its own trees
+                    return pickle.loads(path.read_bytes())
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                traced = trace(model, args, kwargs, **settings)
+            if warned:
+                for each in warned:
+                    warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+                return traced
             with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # outputs may be anything
                 path.write_bytes(pickle.dumps(traced))
             return traced
 
-    autopar.planning.call_plans.trace = shared
+    return shared

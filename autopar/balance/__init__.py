@@ -1,7 +1,7 @@
-"""Sequences of many lengths shared out among devices: pure arithmetic over lengths, the same on every rank.
+"""Distributes sequences of different lengths over devices: pure arithmetic on lengths, with equal results on all ranks.
 
-`lengths` says how long sequences are, `costs` what one costs on a group of devices, `packing` fills rows of tokens,
-`groups` chooses groups of devices of several degrees; `planner` puts them together.
+`lengths` describes how long sequences are, `costs` what one costs on a group of devices; `packing` packs sequences into
+rows, `groups` chooses device groups of different degrees, and `planner` combines them.
 """
 
 from autopar.balance.assignment import Assignment

@@ -1,4 +1,4 @@
-"""Which sequences each group of devices computes, in which rows and microbatches, and how even that is."""
+"""Which sequences each device group computes, in which rows and microbatches, and how balanced that is."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NO_ROWS = RowCost()
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """A batch shared out: every sequence has one place.
+    """The assignment of a batch: each sequence has a group and a row.
 
     Args:
         lengths: ``[n]`` tokens of each sequence.
-        group: ``[n]`` which group has it.
-        row: ``[n]`` in which of the group's rows it is.
+        group: ``[n]`` the group of each sequence.
+        row: ``[n]`` its row, counted within the group.
         degrees: ``[groups]`` devices of each group; the first group has the first devices, and so on.
-        rows: of a group: how many it computes, empty ones included.
-        work_s: ``[groups]`` seconds of each group's sequences, empty places apart.
-        bound_s: no assignment has a group with the most work below this.
-        is_exact: whether the largest of `work_s` is the least that there is, with so many rows.
+        rows: rows that each group computes, empty ones included.
+        work_s: ``[groups]`` seconds of each group's sequences, without padding.
+        bound_s: a lower bound on the largest of `work_s`, over all assignments.
+        is_exact: whether the largest of `work_s` is known to be the minimum for this number of rows.
         row_cost: of the plan whose rows these are; of groups of several degrees what is spent once a step.
         unlike: of each group what its rows cost, where groups run different programs in one step; their `work_s` then
             has all that they compute.

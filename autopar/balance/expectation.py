@@ -1,12 +1,12 @@
-"""What a step is expected to take over a distribution of lengths, by each plan of a family and by the fastest for it.
+"""The expected time of a step over a distribution of lengths, with one plan and with the fastest plan for each batch.
 
-Batches are drawn, and shared out among data-parallel ranks as `BatchPlanner` does.  A step of a batch b by the rows of
-a plan p takes
+Batches are drawn at random and distributed over data-parallel ranks as `BatchPlanner` does.  The step time of a batch b
+with the rows of a plan p is
 
     step_s[p] + microbatch_s[p] * microbatches + token_s[p] * rows * tokens[p] + the largest attention of a rank
 
-and is infinite where a sequence of b is longer than a row of p.  The expected step of a family is the mean over batches
-of the least over its plans, that of one plan the mean of its own.
+and is infinite if a sequence of b is longer than a row of p.  The expected step time of a family is the mean over
+batches of the minimum over its plans; that of a single plan is the mean of its own step times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which lengths the rows of groups have.
+"""Chooses the row lengths of device groups.
 
-Rows are computed whole, so groups wait less for each other where there are more lengths to choose from.  Groups of half
-as many devices have rows half as long.  Rows of lengths between run by the same decisions, so that they cost a trace
-each, and no search.  Of all candidates those are kept that batches would use.
+Rows are computed including their padding, so with more lengths to choose from, groups wait less for each other.
+A group of half as many devices has rows half as long.  Rows of lengths in between reuse the decisions of the next
+longer rows, so each costs a trace but no search.  Of all candidates, those that expected batches would use are kept.
 """
 
 from __future__ import annotations

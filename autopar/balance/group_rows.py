@@ -1,12 +1,12 @@
-"""A batch shared out among groups of devices of unlike size, each of which computes rows of its own length.
+"""Assigns a batch to device groups of different sizes, each of which computes rows of its own length.
 
-The step lasts as long as the group with the most work, and what all devices do once a step:
+A step takes as long as the slowest group, plus what all devices do once a step:
 
     coupling_s + max over groups g of (fill_s[g] + rows[g] * row_s[g] + pair_s[g] * sum(n ** 2 of its sequences))
 
-where a group without rows has no `fill_s`, which is 0 unless there are pipeline stages.
-For each way to form groups the longest sequence goes first, to the group that is done with it first, into the fullest
-row with room, or a new one.
+where `fill_s`, the time to fill and drain the pipeline, is 0 without stages and for groups without rows.
+For each way to form groups, sequences are assigned in descending order of length: each to the group that would finish
+it first, into its fullest row with enough room, or a new row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loaders of data for parallel models: each rank loads its own rows of the batches that one device would load."""
+"""Data loaders for parallel models: each rank loads its own rows of the batches that a single device would load."""
 
 from autopar.data.balanced import balanced
 from autopar.data.buckets import BucketSampler, nearest_bucket

@@ -1,4 +1,4 @@
-"""A user's loader of samples of many lengths, made to load one rank's share of each batch, as even as lengths allow."""
+"""Makes a user's loader of samples of different lengths load one rank's share of each batch, balanced between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a batch: how many there are, which of them are a rank's, and the batch with these only."""
+"""The rows of a batch: counts them, says which belong to a rank, and selects these from the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch samplers: batches of clips or images of one shape each; samples of several batches as batches of like work."""
+"""Batch samplers: batches in which all clips or images have one shape, and batches with balanced amounts of work."""
 
 from __future__ import annotations
 

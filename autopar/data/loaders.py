@@ -1,7 +1,7 @@
-"""A user's loader, as it was on one device, made to load the rows of one rank.
+"""Makes a user's single-device loader load the rows of one rank.
 
-Every rank goes through the same batches in the same order, those of one device, and loads its own rows of each.  So
-the state of a loader says where all ranks are, and fits any number of them.
+All ranks iterate over the same batches in the same order as a single device, and load their own rows of each.  The
+state of a loader is therefore the same on all ranks, and can be restored on any number of ranks.
 """
 
 from __future__ import annotations

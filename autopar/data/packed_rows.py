@@ -1,4 +1,4 @@
-"""Samples of several lengths -> rows of one length, ``[rows, tokens, ...]``: packed one behind the other, or padded."""
+"""Collates samples of different lengths into rows of one length, ``[rows, tokens, ...]``, by packing or padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers of one rank: they draw what one device draws, the same on every rank, and take what is this rank's."""
+"""Samplers for one rank: they draw the same indices as a single device on every rank, and keep those of this rank."""
 
 from __future__ import annotations
 

@@ -35,14 +35,13 @@ X = "x"
 
 
 class _Call(NamedTuple):
-    """The arguments of one call that aren't tensors, and whether there is a bias and a class weight."""
+    """The arguments of one call that aren't tensors, and whether there is a bias."""
 
     chain: tuple[Op, ...]
     ignore_index: int
     label_smoothing: float
     tokens: int
     has_bias: bool
-    has_class_weight: bool
 
 
 def chain_entry(op: Op) -> Arg:
@@ -66,16 +65,14 @@ def linear_cross_entropy(like: Op, product: Op, hidden: str, target: str, chain:
 
 
 def _read(op: Op) -> _Call:
-    _, _, bias, _, class_weight, chain, ignore_index, label_smoothing, tokens = op.args[:9]
+    _, _, bias, _, _, chain, ignore_index, label_smoothing, tokens = op.args[:9]
     ops: list[Op] = []
     for entry in cast("tuple[tuple[str, Arg, tuple[tuple[str, Arg], ...], tuple[int, ...]], ...]", chain):
         target, args, kwargs, saves = entry
         piece_op = Op("piece", target, cast("tuple[Arg, ...]", args), kwargs, ("y",), saves=saves)
         ops.append(piece_op.map_args(lambda arg: Ref(X) if arg == X else arg))
-    return _Call(
-        tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens),
-        isinstance(bias, Ref), isinstance(class_weight, Ref),
-    )  # fmt: skip
+    is_biased = isinstance(bias, Ref)
+    return _Call(tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens), is_biased)
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> str | None:

@@ -41,7 +41,7 @@ from autopar.step.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.trace import (
-    NotAlikeError,
+    PaddingError,
     Traced,
     as_batch,
     as_model,
@@ -323,7 +323,7 @@ class CallPlanner:
                 note = f"texts run as {longest} places: none sees those that are added"
                 plan = replace(plan, notes=(*plan.notes, note))
                 return as_any_length(short, long, plan, comparison, lengths_of(longest))
-            except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
+            except (TraceError, ExampleInputsError, OutputError, InputShapeError, PaddingError) as error:
                 _LOGGER.debug("texts are not padded to %s: %s", longest, error)
         self._no_lengths.add(key)
         return None
@@ -345,7 +345,7 @@ class CallPlanner:
                 long = self._trace(args, kwargs, (is_training, part, autocast))
                 fills = ignored_labels(long.program)
                 comparison = compare(short, long, fills, has_copies=True)
-            except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
+            except (TraceError, ExampleInputsError, OutputError, InputShapeError, PaddingError) as error:
                 _LOGGER.debug("%s rows are not padded to %s: %s", rows, longer, error)
                 return None
             plan = None if comparison.last else self._reuse(long.program, self._of_mode(is_training), made, part)

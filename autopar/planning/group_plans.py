@@ -1,17 +1,17 @@
-"""Plans for groups of devices of unlike size, which run at the same time in one step (`Plan.groups`).
+"""Plans for device groups of different sizes that run at the same time in one step (`Plan.groups`).
 
-A group of d devices computes rows of t tokens, one after the other, and adds their gradients up; half as many devices
-have rows half as long, down to one device.  The largest group holds the longest sequence.  Each plan is found by the
-same search, for one row on d devices, in the memory that parameters, gradients and optimizer state of the plan for all
-devices leave.  Groups may also have rows of lengths between, of which less is left empty, by the same decisions
-(`autopar.balance.group_kinds`).
+A group of d devices computes rows of t tokens one after the other and accumulates their gradients; a group of d / 2
+devices computes rows of t / 2 tokens, and so on down to one device.  The largest group takes the longest sequence.
+Each group's plan comes from the same search as any plan, for one row on d devices, with the memory that is left by the
+parameters, gradients and optimizer state of the plan for all devices (the global plan).  Groups may also run rows of
+lengths in between, which need less padding, by the same decisions (`autopar.balance.group_kinds`).
 
-Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
-stores them: that, and the optimizer, is what `coupling_seconds` has.
+Once a step all devices unshard the parameters from where the global plan stores them, and reduce the gradients to
+there.  `coupling_seconds` predicts the time of this and of the optimizer.
 
-If the plan for all devices has pipeline stages, groups have the same stages: d counts a group's devices of each stage,
-and each row is a microbatch in the schedule 1F1B, in which at most as many rows are in flight as there are stages.  The
-search is for one row; what several rows cost, in seconds and in memory, is the prediction of as many microbatches.
+If the global plan has pipeline stages, groups have the same stages.  Then d counts a group's devices in each stage, and
+each row is a microbatch of the schedule 1F1B, which has at most as many rows in flight as there are stages.  The search
+is for one row; time and memory of several rows are predicted as those of a plan with as many microbatches.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
-_KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that groups keep: they have the plan's stages
-_MOST_TRIES = 4  # searches, each with less memory for one row, until the rows in flight fit together
-_FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
-_MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
+_KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that also hold for groups, which have the same stages
+_MOST_TRIES = 4  # searches, each with a lower memory limit for one row, until all rows in flight fit
+_FEWEST_DEVICES = 4  # 2 + 1 + 1: fewer devices can't form groups of different sizes
+_MOST_SEARCHES = 6  # groups of 32 devices down to 1; rows of other lengths reuse these decisions
 
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """What groups run, what their rows cost, and what else a step with groups costs."""
+    """The plans of groups, the predicted costs of their rows, and the seconds a step adds for coupling the groups."""
 
     plans: tuple[GroupPlan, ...] = ()
     rows: tuple[GroupRow, ...] = ()
@@ -61,7 +61,7 @@ class PlannedGroups:
 
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
-    """Why all devices run the same plan in every step; ``""``: they need not."""
+    """The reason why a step can't use device groups of different sizes; ``""`` if it can."""
     if len(plan.stages) > plan.num_groups:
         return "its device groups have several pipeline stages each"
     if plan.decisions.host_storage:
@@ -69,8 +69,8 @@ def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
     if program.updates:
         return "the model updates buffers"
     if any(not text.replace(" ", "").startswith(_KEPT) for text in request.constraints):
-        return f"constraints are of all devices (groups keep only {', '.join(_KEPT)})"
-    return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
+        return f"it has constraints that only apply to all devices together (groups can keep {', '.join(_KEPT)})"
+    return "" if counting_ops(program) else "the loss is not a cross entropy averaged over its targets"
 
 
 def plan_groups(
@@ -82,16 +82,16 @@ def plan_groups(
     request: SearchRequest,
     time_layers: Callable[[Program, Plan], Prices] | None = None,
 ) -> PlannedGroups:
-    """Plans for groups in addition to `plan`, by which all devices run `program`; none if they don't fit in memory.
+    """Plan groups in addition to `plan`, the plan for all devices; the result is empty if groups don't fit in memory.
 
     Args:
-        program: of the longest rows.
-        plan: says where parameters are stored.
-        batches: that steps are expected to have, each ``[n]`` lengths of sequences.
-        trace: ``(rows, tokens)`` of a batch -> what the model does with it.
+        program: the model on the longest rows.
+        plan: the plan for all devices, which also says where parameters are stored.
+        batches: expected batches, each ``[n]`` lengths of sequences in tokens.
+        trace: ``(rows, tokens)`` -> the program for a batch of this shape.
         prices: of the devices.
-        request: what is asked of all plans.
-        time_layers: as in `FamilyPlanner`.
+        request: the request that `plan` was searched with.
+        time_layers: measures layers of a plan, as in `FamilyPlanner`.
     """
     planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request, time_layers)
     share = plan.prediction.row.tokens / float(np.mean([batch.sum() for batch in batches]))
@@ -110,7 +110,7 @@ def plan_groups(
 
 @dataclass(frozen=True)
 class _GroupPlanner:
-    """Finds plans for single groups; its fields are the arguments of `plan_groups`, and what is asked of such plans."""
+    """Finds the plan of one group; the fields are the arguments of `plan_groups`, and `asked`, a group's request."""
 
     program: Program
     plan: Plan
@@ -121,8 +121,9 @@ class _GroupPlanner:
     time_layers: Callable[[Program, Plan], Prices] | None
 
     def search(self, degree: int) -> list[tuple[GroupRow, Plan]]:
-        """Plans for groups of so many devices, or more if these have no room, with the longest rows; of half as many
-        with rows half as long, and so on to one.
+        """Plans for groups of `degree` devices with the longest rows, of half as many with rows half as long, and on.
+
+        Starts with more devices where `degree` devices don't have enough memory for the longest rows.
         """
         found: list[tuple[GroupRow, Plan]] = []
         tokens = self.plan.prediction.row.tokens
@@ -134,7 +135,7 @@ class _GroupPlanner:
                 break
             except (InfeasibleError, ConstraintError):
                 if found:
-                    break  # what holds the longest sequence does without smaller groups
+                    break  # smaller groups are optional: the largest takes sequences of any length
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
             found.append((self._row(one, best), best))
@@ -144,8 +145,8 @@ class _GroupPlanner:
         return found
 
     def cut(self, row: GroupRow, searched: Sequence[tuple[GroupRow, Plan]]) -> tuple[GroupRow, Plan] | None:
-        """The plan of the shortest rows of as large groups that are as long as `row`, for rows as long as it; None: it
-        can't run them.
+        """`row` by the decisions of a searched plan: of as many devices, with the shortest rows that are as long as
+        `row` or longer.  None: these decisions can't run it, or it does not fit in memory.
         """
         base = min((each for each in searched if each[0].degree == row.degree and each[0].tokens >= row.tokens),
                    key=lambda each: each[0].tokens)[1]  # fmt: skip
@@ -157,7 +158,7 @@ class _GroupPlanner:
         return None
 
     def _best(self, one: Program, degree: int) -> Plan:
-        """The best plan for a row on `degree` devices, of each stage if there are stages."""
+        """The best plan for a row on `degree` devices (in each stage, if there are stages)."""
         asked = self.asked
         if not self.plan.stages:
             return search(one, degree, self.prices, asked)
@@ -171,23 +172,24 @@ class _GroupPlanner:
                 return found
             room = found.peak_memory_bytes * (1 + asked.memory_error) - excess_bytes / num_stages
             asked = replace(asked, memory_limit_bytes=max(1.0, room))
-        raise InfeasibleError(f"{num_stages} rows of {one.type_of(one.inputs[0]).shape[1]} tokens don't fit in flight")
+        tokens = one.type_of(one.inputs[0]).shape[1]
+        raise InfeasibleError(f"{num_stages} rows of {tokens} tokens in flight don't fit in memory")
 
     def _excess_bytes(self, one: Program, found: Plan) -> float:
-        """By how much the rows that are in flight together may need more memory than there is."""
+        """The bytes by which the rows in flight may exceed the memory limit; negative if they fit."""
         limit = self.asked.memory_limit_bytes
         assert limit is not None
         peak_bytes = self._of_rows(one, found, self.prices, found.num_groups).peak_memory_bytes
         return peak_bytes * (1 + self.asked.memory_error) - limit
 
     def _of_rows(self, one: Program, found: Plan, prices: Prices, rows: int) -> Prediction:
-        """The prediction of so many rows, each a microbatch."""
+        """The prediction for a step of `rows` rows, each a microbatch."""
         schedule = rows_schedule(found.num_groups, rows) if found.stages else ""
         decisions = replace(found.decisions, num_microbatches=rows, schedule=schedule)
         return predict(one, decisions, prices, self.asked.training, self.asked.schedules)
 
     def _traced(self, tokens: int) -> Program:
-        # As `CallPlanner` makes it when such a group first runs.
+        # The same program that `CallPlanner` makes when such a group first runs.
         return variant_like(self.trace(1, tokens), self.program)
 
     def _row(self, one: Program, found: Plan) -> GroupRow:
@@ -203,8 +205,8 @@ class _GroupPlanner:
     def _staged_row(self, one: Program, found: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
         few, stages = 2 * found.num_groups, found.decisions.ranges
         short, long = (self._of_rows(one, found, prices, rows) for rows in (few, 2 * few))
-        slowest_s = (long.step_time_s - short.step_time_s) / few  # of a row, in the stage that the others wait for
-        # `RowCost` has means over stages, of all microbatches of a one-row program.
+        slowest_s = (long.step_time_s - short.step_time_s) / few  # of one more row, in the slowest stage
+        # `RowCost` has means over stages, which the slowest stage exceeds by this ratio.
         ratio = slowest_s / (short.step_time_s - short.row.step_s)
         in_step_s = max(sum(short.costs[layer].in_step_s for layer in layers) for layers in stages)
         return GroupRow(
@@ -219,8 +221,8 @@ class _GroupPlanner:
 
 
 def _largest_degree(world: int, share: float) -> int:
-    """The least power of two of devices, 2 or more and beside others if that can be, to which a row of this share of a
-    step's tokens is no more work than others have; 0 if there are too few, or no two divide all.
+    """The smallest power of two of devices for which a row with this `share` of a step's tokens is no more work than a
+    device's share; at least 2, less than all devices, and a divisor of `world`.  0: there is none.
     """
     if world < _FEWEST_DEVICES:
         return 0
@@ -233,8 +235,8 @@ def _largest_degree(world: int, share: float) -> int:
 
 
 def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequest:
-    """What is asked of a group's plan: it keeps parameters whole for a step, without state of an optimizer, in what the
-    plan for all devices leaves of their memory.
+    """The request for a group's plan: parameters stay unsharded for a step, there is no optimizer state, and the memory
+    limit is what the plan for all devices leaves.
     """
     limit = plan.memory_limit_bytes - _kept_bytes(program, plan, request)
     training = replace(
@@ -247,8 +249,8 @@ def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequ
 
 
 def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
-    """What the plan for all devices holds between steps, and layers on their way from there and back: one whole,
-    gathered or as terms of gradients, and the next one; on the devices of the stage with the most.
+    """Bytes that the plan for all devices keeps between steps, and two unsharded layers: one that is unsharded or whose
+    gradients are reduced, and the next one.  Of the stage with the most.
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
     held_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
@@ -256,7 +258,7 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
 
 
 def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds to add the gradients of one row to those of the rows before it."""
+    """Seconds to accumulate the gradients of one row into those of earlier rows."""
     return sum(gradient_sums_s(placed, 2, prices, training) for placed in PlannedLayers(program, plan.decisions).placed)
 
 
@@ -266,8 +268,8 @@ def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:
 
 
 def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds to gather parameters whole, from where `plan` of `program` stores them, to reduce whole gradients, layer
-    by layer, and to update parameters; on the devices of the stage that need most.
+    """Seconds to unshard all parameters, layer by layer, from where `plan` stores them, to reduce their gradients to
+    there, and to run the optimizer; of the slowest stage.
     """
     mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
     layouts = storage_layouts(program, plan, mesh)
@@ -288,7 +290,7 @@ def _moving_s(
     prices: Prices,
     training: TrainingSpec,
 ) -> float:
-    """Seconds of communication of the parameters of a stage and of their gradients."""
+    """Seconds of communication for the parameters of a stage and their gradients."""
     program = stages.program
     seen: set[str] = set()
     seconds = 0.0
@@ -310,7 +312,7 @@ def _moving_s(
                 buckets[call.kind, call.axis] += round(call.num_bytes)
             part = math.prod(local_shape(kept.shape, layouts[name], mesh))
             if program.values[value].requires_grad:
-                others = len(stages.holders[name]) - 1  # with which gradients are exchanged
+                others = len(stages.holders[name]) - 1  # stages that share the parameter and exchange its gradient
                 part_bytes = part * training.storage_itemsize(kept.dtype)
                 seconds += others * prices.collective_s("send", stages.axis, part_bytes) if others else 0.0
         seconds += sum(prices.collective_s(kind, axis, size) for (kind, axis), size in buckets.items())

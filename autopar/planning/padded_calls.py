@@ -1,8 +1,8 @@
-"""Calls that run as longer ones do: batches with rows that don't count, texts with places that none before them sees.
+"""Calls that run padded: batches with additional rows that the loss ignores, texts with additional positions that no
+earlier position attends to.
 
-What is added is cut off from what the caller gets.
-
-The longer call is traced as well, and `autopar.trace.prefixes` says whether its outputs begin with those of the call.
+The padded call is traced too, `autopar.trace.prefixes` proves that it computes the same, and outputs are cut back to
+their own size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.lower.run.lowering import Cuts, Executable
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.data_split import data_split
-from autopar.trace import LongerProgram, NotAlikeError, Traced, reading_last_entry
+from autopar.trace import LongerProgram, PaddingError, Traced, reading_last_entry
 
 __all__ = [
     "as_any_length",
@@ -32,22 +32,22 @@ __all__ = [
     "with_size",
 ]
 
-# Texts run as the next multiple of it: a plan for each, which takes a second or so, and at most so many more places.
+# Texts are padded to a multiple of it.  Each multiple needs a plan, which takes about a second; more would be padding.
 _LENGTH_STEP = 64
 
 
 def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
-    """To how many rows a batch may be padded, so that it splits as others do, the fewest first.
+    """The numbers of rows that a batch may be padded to so that it splits as known plans split theirs, ascending.
 
-    Less than twice as many: more would be no faster than the whole batch on every device.
+    Less than twice `rows`: with more, replicating the batch on every device would be as fast.
     """
     parts = {data_split(program, plan.decisions).size for program, plan in known}
     return sorted({-(-rows // size) * size for size in parts if rows % size and -(-rows // size) * size < 2 * rows})
 
 
 def is_growing(program: Program, made: Sequence[Executable]) -> bool:
-    """Whether the inputs are texts ``[rows, places]``, and such texts of another length came before, as in a loop that
-    samples a place a call.
+    """Whether the inputs are texts ``[rows, positions]`` and earlier calls had texts of other lengths, as in a loop
+    that samples one token a call.
     """
     kinds = [program.type_of(name) for name in program.inputs]
     first = kinds[0].shape
@@ -62,7 +62,7 @@ def is_growing(program: Program, made: Sequence[Executable]) -> bool:
 
 
 def padded_lengths(length: int, known: Sequence[Program]) -> list[int]:
-    """To how many places a text may be padded: to a multiple, or if the model takes no such text, to one that came."""
+    """The lengths that a text may be padded to: a multiple, or, if the model refuses that, one that came before."""
     longest = -(-length // _LENGTH_STEP) * _LENGTH_STEP
     shapes = (program.type_of(program.inputs[0]).shape for program in known)
     others = {shape[1] for shape in shapes if len(shape) == 2 and length < shape[1] < longest}
@@ -70,26 +70,26 @@ def padded_lengths(length: int, known: Sequence[Program]) -> list[int]:
 
 
 def lengths_of(longest: int) -> range:
-    """The lengths that run as `longest`.  One place alone runs as it is: models may take it for something else."""
+    """The lengths that are padded to `longest`.  Not length 1, which models may treat as a step with a cache."""
     return range(max(2, (longest - 1) // _LENGTH_STEP * _LENGTH_STEP + 1), longest + 1)
 
 
 def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram, sizes: range) -> Executable:
-    """What runs the calls like that of `short` with texts of any of the `sizes`, the last of which is that of `long`.
+    """An executable for calls as that of `short` with texts of any of the `sizes`, up to that of `long`.
 
     Raises:
-        NotAlikeError: an output is longer, but not as long as the text.
+        PaddingError: an output is padded along a dim that is not as long as the text.
     """
     (rows, own), (_, most) = (t.program.type_of(t.program.inputs[0]).shape for t in (short, long))
     for name, lengths in known.cuts.items():
         if any(size != own or long.program.type_of(name).shape[dim] != most for dim, size in lengths.items()):
-            raise NotAlikeError(f"output {name} is of another length than the text")
+            raise PaddingError(f"output {name} is padded but is not as long as the text")
 
     def length_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         lengths = {x.shape[1] for x in tensors if x.dim() == 2}
         if len(lengths) != 1 or any(x.dim() != 2 for x in tensors) or min(lengths) not in sizes:
-            raise InputShapeError(f"the plan was made for texts of {sizes[0]} to {sizes[-1]} places")
+            raise InputShapeError(f"the plan was made for texts of {sizes[0]} to {sizes[-1]} tokens")
         return lengths.pop()
 
     def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -113,7 +113,7 @@ def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram,
 
 
 def with_size(tree: Any, dim: int, size: int, longer: int) -> Any:
-    """The arguments of a call, on the meta device, with the tensors that have `size` along `dim` longer there."""
+    """The arguments of a call in which tensors of `size` along `dim` have size `longer` there, on the meta device."""
 
     def change(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() <= dim or x.shape[dim] != size:
@@ -125,9 +125,9 @@ def with_size(tree: Any, dim: int, size: int, longer: int) -> Any:
 
 
 def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any:
-    """The arguments of a call with other rows and tokens of a row, on the meta device where they change.
+    """The arguments of a call with other numbers of rows and of tokens a row; what changes is on the meta device.
 
-    Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
+    A dim 0 with as many entries as there are rows is taken for rows, any other dim with as many as tokens for tokens.
     """
     (rows, tokens), (rows_after, room) = before, after
     sizes: list[int] = []
@@ -139,7 +139,7 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
 
 
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:
-    """What runs the calls of `short` by the `plan` of `long`."""
+    """An executable that runs calls of `short` padded, by the `plan` of `long`."""
     names = long.program.inputs
     shapes = [long.program.type_of(name).shape for name in names]
 
@@ -158,7 +158,7 @@ def _always(cuts: Cuts) -> Callable[[Sequence[Any], Mapping[str, Any]], Cuts]:
 
 
 def _pad(x: Tensor, shape: Sequence[int], fill: int | None) -> Tensor:
-    """`x` in a longer shape, with `fill` behind it, or with its last entries again: numbers that the model may see."""
+    """`x` padded at the end with `fill`, or else with copies of its last entries, which are valid values."""
     for dim, size in enumerate(shape):
         missing = size - x.shape[dim]
         if missing > 0:

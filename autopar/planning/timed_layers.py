@@ -88,9 +88,9 @@ def search_with_timed_layers(
     plan: Plan | None = None
     current = prices
     for _ in range(_ROUNDS):
-        finals: list[Plan] = []
-        plan = search(program, world_size, current, replace(request, on_final=finals.append))
-        uses = {use.key: use for each in (plan, *finals) for use in _uses(program, each)}
+        considered: list[Plan] = []
+        plan = search(program, world_size, current, replace(request, on_final=considered.append))
+        uses = {use.key: use for each in (plan, *considered) for use in _uses(program, each)}
         left_s = _time_missing(uses, timer, timed, prices, left_s)
         is_new = any(timed.get(key) != current.timed.get(key) for key in uses)
         if not is_new or time.perf_counter() - started > _LONG_S:

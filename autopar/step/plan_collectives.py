@@ -16,7 +16,7 @@ from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
 from autopar.step.training import TrainingSpec
 
 __all__ = [
-    "StepCollectives", "broadcast_s", "output_gathers", "plan_collectives", "step_collectives", "told_outputs",
+    "StepCollectives", "broadcast_outputs", "broadcast_s", "output_gathers", "plan_collectives", "step_collectives",
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def plan_collectives(
         collectives += between.returning[index]
     collectives += (run for stage, run in between.sent if plan.decisions.groups[stage] == group)
     collectives += (run for groups, run in between.tied if group in groups)
-    return (*collectives, *between.told)
+    return (*collectives, *between.broadcasts)
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class StepCollectives:
         sent: what stages send to stages on other device groups, by the sender; purpose ``"stage"``.
         tied: gradients of parameters that several device groups hold: the groups, and what each of them sends; purpose
             ``"tied"``.
-        told: what is broadcast to all device groups at the end; purpose ``"output"``.
+        broadcasts: what is broadcast to all device groups at the end; purpose ``"output"``.
     """
 
     arriving: tuple[tuple[PricedCollective, ...], ...]
     returning: tuple[tuple[PricedCollective, ...], ...]
     sent: tuple[tuple[int, PricedCollective], ...]
     tied: tuple[tuple[tuple[int, ...], PricedCollective], ...]
-    told: tuple[PricedCollective, ...]
+    broadcasts: tuple[PricedCollective, ...]
 
 
 def step_collectives(layers: PlannedLayers, training: TrainingSpec) -> StepCollectives:
@@ -86,7 +86,7 @@ def step_collectives(layers: PlannedLayers, training: TrainingSpec) -> StepColle
         tuple(tuple(_returning(layers, index, training)) for index in range(len(layers.strategies))),
         tuple(_sent(layers, training)) if has_stages else (),
         tuple(_tied(layers, training)) if has_stages and training.is_training else (),
-        tuple(_told(layers)) if has_stages else (),
+        tuple(_broadcasts(layers)) if has_stages else (),
     )
 
 
@@ -166,19 +166,19 @@ def _tied(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[tuple
             yield tuple(groups), run
 
 
-def _told(layers: PlannedLayers) -> Iterator[PricedCollective]:
+def _broadcasts(layers: PlannedLayers) -> Iterator[PricedCollective]:
     axis = Axis(layers.decisions.num_groups, layers.decisions.group_size)
-    for name in told_outputs(layers.program):
+    for name in broadcast_outputs(layers.program):
         num_bytes = float(layers.program.type_of(name).num_bytes)
         yield PricedCollective(name, "broadcast", axis, num_bytes, 1, "forward", "output")
 
 
 def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
     """Seconds to tell all device groups what they all get."""
-    sizes = (float(program.type_of(name).num_bytes) for name in told_outputs(program))
+    sizes = (float(program.type_of(name).num_bytes) for name in broadcast_outputs(program))
     return sum(prices.collective_s("broadcast", pipeline_axis, size) for size in sizes)
 
 
-def told_outputs(program: Program) -> tuple[str, ...]:
+def broadcast_outputs(program: Program) -> tuple[str, ...]:
     """What all device groups get at the end: the loss, or without one all outputs, and new values of buffers."""
     return tuple(name for name in program.whole_results if program.values[name].role == "op")

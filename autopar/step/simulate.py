@@ -241,7 +241,7 @@ class _Simulation:
                 self.now_s[group] = stop_s
             if run:
                 self.instances.append(_Instance(group, start_s, run, action))
-        if self.work.told:
+        if self.work.broadcasts:
             self._tell()
         for group in range(len(self.now_s)):
             self._finish(group)
@@ -291,7 +291,7 @@ class _Simulation:
     def _tell(self) -> None:
         """Broadcasts, for which all groups must be there."""
         start_s = max(self.now_s)
-        for item in self.work.told:
+        for item in self.work.broadcasts:
             for group in range(len(self.now_s)):
                 self.between.append((group, Ran(item, start_s, start_s + item.seconds)))
             start_s += item.seconds

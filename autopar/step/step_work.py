@@ -226,7 +226,7 @@ class StepWork:
         optimizer: the work of the optimizer, per layer.
         at_end: per group, collectives of outputs other than the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
-        told: what is broadcast to all groups.
+        broadcasts: what is broadcast to all groups.
     """
 
     actions: StepActions
@@ -236,7 +236,7 @@ class StepWork:
     optimizer: tuple[Item, ...]
     at_end: tuple[tuple[Item, ...], ...]
     ties: tuple[tuple[tuple[int, ...], tuple[Item, ...]], ...]
-    told: tuple[Item, ...]
+    broadcasts: tuple[Item, ...]
 
 
 def step_work(
@@ -262,7 +262,7 @@ def step_work(
             for group in range(layers.decisions.num_groups)
         ),
         tuple((groups, (collective_item(run, prices),) * run.times) for groups, run in between.tied),
-        tuple(collective_item(run, prices) for run in between.told),
+        tuple(collective_item(run, prices) for run in between.broadcasts),
     )
 
 

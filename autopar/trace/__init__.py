@@ -11,7 +11,7 @@ from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.parts import as_model
-from autopar.trace.prefixes import LongerProgram, NotAlikeError, compare, ignored_labels
+from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
 from autopar.trace.shared_memory import check_memory
 from autopar.trace.signature import as_batch, bind, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
@@ -21,7 +21,7 @@ from autopar.trace.tracing import Traced, trace
 __all__ = [
     "LongerProgram",
     "LossFunction",
-    "NotAlikeError",
+    "PaddingError",
     "Traced",
     "accurate_products",
     "argument_source",

@@ -1,4 +1,6 @@
-"""Programs for texts of any length up to theirs: whether the model runs the same ops, and which read the last entry."""
+"""Programs that run texts of any length up to their own: checks that the model runs the same ops for all lengths, and
+makes ops that select the last entry take its index as an input.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from autopar.ops import with_rule
 from autopar.program import Layer, Op, Program, Ref, TensorType, Value
 from autopar.trace.capture import copy_with
-from autopar.trace.prefixes import NotAlikeError
+from autopar.trace.prefixes import PaddingError
 from autopar.trace.signature import CallForm, call_form
 from autopar.trace.structure import describe
 
@@ -39,18 +41,18 @@ class _Flat(nn.Module):
 
 
 def check_one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: range) -> None:
-    """Check that the code of `model` does the same for all sizes of dim 1 of all tensors of a call, in eval mode.
+    """Check that `model`, in eval mode, runs the same code for all `sizes` of dim 1 of all tensors of a call.
 
-    Branches on the size and limits of it are found by torch.export, which knows what holds for which sizes; numbers
-    that are computed from the size, other than by adding constants to it, are not taken to be alike.
+    torch.export finds branches that depend on the size, and limits of it.  Numbers that the model computes from the
+    size are refused, other than the size plus or minus a constant.
 
     Raises:
-        NotAlikeError: it does not, or can't be exported so.
+        PaddingError: it runs different code, or can't be exported with this dim dynamic.
     """
     made: dict[int, Tensor] = {}
 
     def swap(tensor: Tensor) -> Tensor:
-        """One without memory, as nothing is computed: on the CPU, where what a forward makes is."""
+        """A tensor without memory, as nothing is computed; on the CPU, where tensors that a forward creates are."""
         if id(tensor) not in made:
             like = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -67,12 +69,12 @@ def check_one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
             warnings.simplefilter("ignore")
             exported = torch.export.export(_Flat(copied, form), given, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise NotAlikeError(f"the model does not run the same code for all lengths: {error}") from error
+        raise PaddingError(f"the model does not run the same code for all lengths: {error}") from error
     _check_numbers(exported.graph)
 
 
 def _check_numbers(graph: torch.fx.Graph) -> None:
-    """Raise NotAlikeError for numbers that are more than the size and constants added to it."""
+    """Raise PaddingError for symbolic numbers other than a size plus or minus a constant."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -80,18 +82,18 @@ def _check_numbers(graph: torch.fx.Graph) -> None:
         name = getattr(node.target, "__name__", str(node.target)).removeprefix("aten.")
         is_sum = node.target in (operator.add, operator.sub) and any(isinstance(x, int) for x in node.args)
         if name not in _SIZES and not is_sum:
-            raise NotAlikeError(f"the model computes with its length: {node.format_node()}")
+            raise PaddingError(f"the model computes with its length: {node.format_node()}")
 
 
 def reading_last_entry(program: Program, last: Mapping[str, int]) -> Program:
-    """`program` with one more input, int64 of shape [1]: which entry those ops take that took the last one.
+    """`program` with one more input, int64 of shape [1]: the index that ops use which selected the last entry.
 
     Args:
         program: a program of eval mode.
-        last: names of ops that take the last entry of their first operand -> along which dim.
+        last: names of ops that select the last entry of their first operand -> along which dim.
 
     Raises:
-        NotAlikeError: they are in layers that others are like.
+        PaddingError: such an op is in a layer that occurs several times, or selects from a buffer.
     """
     if not last:
         return program
@@ -101,10 +103,10 @@ def reading_last_entry(program: Program, last: Mapping[str, int]) -> Program:
     for layer in program.layers:
         readers = [op for op in layer.ops if op.name in last]
         if readers and sum(other.kind == layer.kind for other in program.layers) > 1:
-            raise NotAlikeError(f"{readers[0].source}: every layer reads the last entry")
+            raise PaddingError(f"{readers[0].source}: several equal layers select the last entry")
         layers.append(_changed(layer, last, values) if readers else layer)
     if any(op.name in last for op in program.hoisted):
-        raise NotAlikeError("the last entry of a buffer is taken")
+        raise PaddingError("the model selects the last entry of a buffer")
     text = f"{program.fingerprint} {sorted(last.items())}"
     return replace(
         program, values=values, layers=tuple(layers), inputs=(*program.inputs, _LAST),
@@ -122,7 +124,7 @@ def _changed(layer: Layer, last: Mapping[str, int], values: dict[str, Value]) ->
 
 
 def _taking(op: Op, dim: int, values: dict[str, Value]) -> list[Op]:
-    """The op that reads the entry that the input names, in place of `op`."""
+    """The ops that select the entry at the input's index, in place of `op`."""
     source, result = values[op.operands[0]], values[op.results[0]]
     shape = (*source.type.shape[:dim], 1, *source.type.shape[dim + 1 :])
     keeps_dim = result.type.shape == shape

@@ -1,4 +1,4 @@
-"""What the result of an op holds beyond the shorter one; see `autopar.trace.prefixes`."""
+"""What the padding of an op's result contains; see `autopar.trace.prefixes`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PADS = {"aten.constant_pad_nd", "aten.pad"}
 SAME_ENTRIES = {"aten.clone", "aten.contiguous", *_PADS}
 _JOINS = {"aten.cat", "aten.slice_scatter", "aten.select_scatter"}
 _CONSTANTS = {"aten.new_zeros": 0, "aten.zeros_like": 0, "aten.new_ones": 1, "aten.ones_like": 1}
-_INDEXING = ("embedding", "index", "gather", "scatter", "take", "one_hot")  # in the names of ops
-# A row of labels or of a mask is shorter; nothing else needs its entries one by one.
+_INDEXING = ("embedding", "index", "gather", "scatter", "take", "one_hot")  # parts of op names
+# Entries are tracked one by one for rows of labels and of masks, which are shorter than this.
 _MOST_ENTRIES = 1 << 20
 
 
 def beyond(pair: OpPair, cut: set[tuple[int, int]], made: tuple[int, int]) -> Longer:
-    """What the result's dim `made` holds beyond, along the factor that operands have at `cut`."""
+    """The padding of a result at `made`, its (index, dim), along the factor that operands have at `cut`, theirs."""
     fill = _fill(pair, cut)
     entries = _entries(pair, cut, made) if fill is None else None
     if entries is not None:
@@ -38,7 +38,7 @@ def beyond(pair: OpPair, cut: set[tuple[int, int]], made: tuple[int, int]) -> Lo
 
 
 def _fill(pair: OpPair, cut: set[tuple[int, int]]) -> Fill:
-    """The number that a result is beyond, along the factor that operands have at `cut`."""
+    """The number that pads a result along the factor that operands have at `cut`; None: it is not one number."""
     op = pair.op
     fills = {place: pair.states[place][at].fill for place, at in cut}
     if op.target == "autopar.cross_entropy":
@@ -53,7 +53,7 @@ def _fill(pair: OpPair, cut: set[tuple[int, int]]) -> Fill:
 
 
 def _computed(pair: OpPair, fills: Mapping[int, Fill]) -> Fill:
-    """What an op makes, element by element, of what is beyond."""
+    """The result of a pointwise op on padding."""
     op, kind = pair.op, pair.kind
     if kind == "aten.mul" and 0 in fills.values():
         return 0
@@ -85,7 +85,7 @@ def _beyond(pair: OpPair, arg: Arg, fills: Mapping[int, Fill]) -> Fill:
 
 
 def _operand_beyond(pair: OpPair, place: int, fills: Mapping[int, Fill]) -> Fill:
-    """What an operand holds beyond: known there, or one number everywhere."""
+    """The number that pads an operand, or that all of it is."""
     constant = pair.constants[place][0]
     if place in fills:
         return fills[place]
@@ -93,7 +93,7 @@ def _operand_beyond(pair: OpPair, place: int, fills: Mapping[int, Fill]) -> Fill
 
 
 def _entries(pair: OpPair, cut: set[tuple[int, int]], made: tuple[int, int]) -> Tensor | None:
-    """What one slice of the result beyond holds, where that can be computed from a slice of each operand."""
+    """One slice of the result's padding, if it can be computed from a slice of each operand."""
     op, kinds = pair.op, pair.results[0][0]
     is_elementwise = family_of(op.target).is_pointwise or pair.kind in (*SAME_ENTRIES, "aten.slice", "aten.select")
     if len(pair.results) > 1 or kinds.is_floating or not (is_elementwise or pair.kind in _JOINS):
@@ -112,7 +112,7 @@ def _entries(pair: OpPair, cut: set[tuple[int, int]], made: tuple[int, int]) -> 
 
 
 def _run(op: Op, values: Mapping[str, Tensor]) -> Tensor | None:
-    """What an op of one result makes of its operands, by their numbers; None if it can't run on them."""
+    """The result of an op with one result, on operands keyed by position; None if it can't run on them."""
     try:
         (found,) = run_op(op.with_numbered_operands(), values)
     except (KeyError, RuntimeError, TypeError, ValueError):
@@ -121,7 +121,7 @@ def _run(op: Op, values: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _slice_beyond(pair: OpPair, place: int, dim: int | None) -> Tensor | None:
-    """One slice of an operand beyond along its longer dim, or all of an operand that is not longer."""
+    """One slice of an operand's padding along `dim`, or the whole operand if it is not padded."""
     kind = pair.operands[place][0]
     if dim is None:
         return pair.constants[place][0]
@@ -135,7 +135,7 @@ def _slice_beyond(pair: OpPair, place: int, dim: int | None) -> Tensor | None:
 
 
 def carries_labels(pair: OpPair, place: int) -> bool:
-    """Whether a result may hold labels that are no index: what is computed of them, unless they were looked up."""
+    """Whether a result may contain ignored labels, or numbers computed from them, which are no valid indices."""
     if pair.op.target in LABELS_OF or looks_up(pair.op) or pair.kind in _CONSTANTS:
         return False
     is_kept = pair.op.is_view or pair.kind in SAME_ENTRIES or family_of(pair.op.target).is_pointwise
@@ -144,7 +144,7 @@ def carries_labels(pair: OpPair, place: int) -> bool:
 
 
 def is_no_index(pair: OpPair) -> bool:
-    """Whether the op may use labels that are filled as indices, which they are not."""
+    """Whether the op may use padding as an index that is out of range, such as an ignored label."""
     op = pair.op
     does_not_read = op.target in LABELS_OF or pair.kind in _CONSTANTS or pair.kind in _JOINS
     if does_not_read or op.is_view or pair.kind in SAME_ENTRIES or family_of(op.target).is_pointwise:
@@ -161,8 +161,8 @@ def is_no_index(pair: OpPair) -> bool:
 
 
 def _range(longer: Longer, *, is_index: bool) -> tuple[float, float]:
-    """The least and the largest of the numbers beyond; -1 for what may be no index, 0 for what a model looks up as
-    well in the rows that came.
+    """The smallest and the largest number in the padding; unknown padding is a valid index (0), or none (-1) if it
+    comes from ignored labels.
     """
     if longer.entries is not None:
         return longer.entries.min().item(), longer.entries.max().item()
@@ -173,7 +173,7 @@ def _range(longer: Longer, *, is_index: bool) -> tuple[float, float]:
 
 
 def _table_size(pair: OpPair, longer: Longer) -> float:
-    """How many entries an index chooses from: of an op that names no dim, as many as all dims have."""
+    """The number of entries that an index selects from; without a known dim, the smallest size."""
     shape = pair.operands[0][0].shape
     if pair.kind == "aten.embedding":
         return shape[0]
@@ -181,12 +181,12 @@ def _table_size(pair: OpPair, longer: Longer) -> float:
 
 
 def looks_up(op: Op) -> bool:
-    """Whether an op reads or writes at indices that are operands."""
+    """Whether an op reads or writes at indices that are given by operands."""
     return packet_name(op.target) not in _JOINS and any(word in op.target for word in _INDEXING)
 
 
 def padding(op: Op) -> Arg:
-    """What a pad adds; None for one that repeats entries."""
+    """The number that a padding op pads with; None for one that repeats entries."""
     if packet_name(op.target) == "aten.constant_pad_nd":
         return argument(op, 2, "value", 0)
     value = argument(op, 3, "value")

@@ -1,4 +1,4 @@
-"""An op of a longer program and the one in its place in the shorter one; see `autopar.trace.prefixes`."""
+"""An op of a padded program and its counterpart in the unpadded one; see `autopar.trace.prefixes`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from autopar.program import Arg, Op, TensorType
 __all__ = ["LABELS_OF", "Fill", "Longer", "OpPair", "Prefix", "Types"]
 
 LABELS_OF = {"autopar.cross_entropy": 1, "autopar.cross_entropy_denominator": 0}
-"""Losses -> which of their operands holds the labels."""
+"""Losses -> the index of the operand with the labels."""
 
 Fill = float | int | bool | None
-"""What all entries of a longer value are that are beyond the shorter one along one dim alone; None: not known."""
+"""The number that all padding along one dim is; None: it is not one known number."""
 
 
 class Longer(NamedTuple):
-    """A dim that is longer: it is ``blocks`` times as long as a block, and each block begins with the shorter one's.
+    """A padded dim: it consists of equal blocks, each of which starts with the entries of the shorter value's block.
 
-    There is more than one block where a view made one dim of rows and places.
+    There are several blocks where a view has flattened rows and positions into one dim.
 
     Args:
-        fill: the number that all entries beyond are.
+        fill: the number that all padding is.
         blocks: the number of blocks.
-        entries: what each slice beyond holds if it is not one number: a tensor of size 1 along this dim.
-        is_of_labels: entries beyond are computed of labels that are ``ignore_index``, which may be no index.
+        entries: what each slice of padding contains if it is not one number: a tensor of size 1 along this dim.
+        is_of_labels: the padding is computed from labels that are ``ignore_index``, which may be out of range.
     """
 
     fill: Fill = None
@@ -39,24 +39,25 @@ class Longer(NamedTuple):
 
 
 Prefix = Mapping[int, Longer]
-"""The dims along which a value is longer; along all others it is as long as the shorter one."""
+"""The padded dims of a value; all other dims have the size of the shorter value."""
 
 Types = tuple[TensorType, TensorType]
 
 
 @dataclass
 class OpPair:
-    """An op of the longer program and the one in its place in the shorter one.
+    """An op of the padded program and its counterpart in the unpadded one.
 
     Args:
-        op: the former.
-        other: the latter.
-        states: of the operands of `op`.
-        operands: the types of both ops' operands, the longer ones first.
-        results: of their results.
-        constants: those operands that are constants, of both.
+        op: of the padded program.
+        other: of the unpadded program.
+        states: for each operand of `op`, its padded dims.
+        operands: for each operand, its type in the padded and in the unpadded program.
+        results: likewise for each result.
+        constants: likewise the values of operands that are constants, else None.
 
-    `last` is found: the dim along which the op takes the last entry; and `reads_out_of_range`: a fill that no index is.
+    The rules of `autopar.trace.prefix_rules` fill in the rest.  `last`: the dim along which the op selects the last
+    entry.  `reads_out_of_range`: padding that the op would use as an index, though it is none.
     """
 
     op: Op
@@ -67,13 +68,15 @@ class OpPair:
     constants: Sequence[tuple[Tensor | None, Tensor | None]] = ()
     last: int | None = None
     reads_out_of_range: Fill = None
-    is_followed: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # operands' longer dims
-    made: dict[tuple[int, int], Longer] = field(default_factory=dict[tuple[int, int], Longer])  # results' longer dims
-    literals: set[int | str] = field(default_factory=set[int | str])  # arguments that may differ
+    is_followed: set[tuple[int, int]] = field(
+        default_factory=set[tuple[int, int]]
+    )  # padded dims of operands that a rule covers
+    made: dict[tuple[int, int], Longer] = field(default_factory=dict[tuple[int, int], Longer])  # padded dims of results
+    literals: set[int | str] = field(default_factory=set[int | str])  # arguments that are allowed to differ
 
     @classmethod
     def of_one(cls, op: Op) -> OpPair:
-        """For an op alone."""
+        """For a single op, with itself."""
         return cls(op, op)
 
     @property
@@ -89,13 +92,13 @@ class OpPair:
 
     @property
     def ignore_index(self) -> Arg:
-        """The label that counts for nothing."""
+        """The label that the loss ignores."""
         return argument(self.op, 4 if self.op.target == "autopar.cross_entropy" else 2, "ignore_index", -100)
 
     def is_in_one(self) -> bool:
-        """Whether all that is longer is so in one block."""
+        """Whether every padded dim is one block."""
         return all(longer.blocks == 1 for state in self.states for longer in state.values())
 
     def longer(self) -> set[tuple[int, int]]:
-        """Operands and their dims that are longer."""
+        """(operand, dim) of all padded dims."""
         return {(place, dim) for place, state in enumerate(self.states) for dim in state}

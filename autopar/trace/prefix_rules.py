@@ -1,4 +1,4 @@
-"""What one op makes of values that are longer in one program than in another; see `autopar.trace.prefixes`."""
+"""How one op propagates padding from its operands to its results; see `autopar.trace.prefixes`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ __all__ = ["follow"]
 
 _SUMS = {"aten.sum", "aten.nansum"}
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.matmul", "aten.linear", "aten.dot", "aten.mv", "aten.einsum"}
-_DRAWS_APART = {"autopar.dropout", "aten.scaled_dot_product_attention"}  # entries draw on their own
+_DRAWS_APART = {"autopar.dropout", "aten.scaled_dot_product_attention"}  # each entry draws its own random number
 
 
 def follow(pair: OpPair, *, is_known: bool) -> list[Prefix | None] | None:
-    """What is known of the results, if all operands are known, or those that are not say to take the last entry."""
+    """What is known of each result (None: nothing), or None if nothing is known of any.
+
+    Args:
+        pair: the op in both programs.
+        is_known: whether something is known of every operand; else only an index that selects the last entry helps.
+    """
     op = pair.op
     if not is_known:
         return _last_entry(pair)
@@ -45,7 +50,7 @@ def follow(pair: OpPair, *, is_known: bool) -> list[Prefix | None] | None:
 
 
 def _options(pair: OpPair) -> Sequence[Option]:
-    """The ways to split the op by its rule; those of hoisted ones are not on record."""
+    """The ways in which its rule can split the op; hoisted ops don't record theirs."""
     if pair.op.options:
         return pair.op.options if pair.op.rule_source == "rule" else ()
     operands, results = (tuple(long for long, _ in kinds) for kinds in (pair.operands, pair.results))
@@ -54,7 +59,7 @@ def _options(pair: OpPair) -> Sequence[Option]:
 
 
 def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
-    """The state of a result, if its longer dims are those that were followed."""
+    """What is known of a result; None unless its longer dims are those that rules account for."""
     long, short = (kind.shape for kind in kinds)
     is_of_labels = carries_labels(pair, place)
     found = {
@@ -66,14 +71,14 @@ def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
 
 
 def _split(pair: OpPair, option: Option) -> None:
-    """Follow the factor that `option` splits, if it is longer."""
+    """Propagate along the factor that `option` splits, if it is longer."""
     cut = {(place, placement.dim) for place, placement in enumerate(option.operands) if placement.is_shard}
     if option.kernel or not option.extent or not cut or not cut <= pair.longer() or cut & pair.is_followed:
         return
     made = {(place, placement.dim) for place, placement in enumerate(option.results) if placement.is_shard}
     sizes = [_sizes_of(pair.operands[place], dim) for place, dim in cut]
     sizes += [_sizes_of(pair.results[place], dim) for place, dim in made]
-    # The op works on each of `extent` slices apart; the shorter operands and results are the first few of them.
+    # The op computes each of `extent` slices separately; the shorter operands and results are the first of these.
     counts = {short * option.extent / long for long, short in sizes}
     if len(counts) != 1 or not counts.pop().is_integer():
         return
@@ -92,7 +97,7 @@ def _sizes_of(types: Types, dim: int) -> tuple[int, int]:
 
 
 def _is_nothing_beyond(pair: OpPair, cut: set[tuple[int, int]]) -> bool:
-    """Whether what is beyond adds nothing to a sum along a factor."""
+    """Whether the padding adds nothing to a sum along a factor."""
     fills = {place: pair.states[place][dim].fill for place, dim in cut}
     if pair.op.target in LABELS_OF:
         return fills.get(LABELS_OF[pair.op.target]) == pair.ignore_index
@@ -117,7 +122,7 @@ def _alike(a: Arg, b: Arg) -> bool:
 
 
 def _sizes(pair: OpPair) -> set[int | str]:
-    """The arguments that repeat the result's sizes."""
+    """The arguments that are the sizes of the result."""
     return {
         place for place in family_of(pair.op.target).size_args
         if all(map(_fits, (pair.op.args[place], pair.other.args[place]), (kind.shape for kind in pair.results[0])))
@@ -130,7 +135,7 @@ def _fits(arg: Arg, shape: tuple[int, ...]) -> bool:
     )
 
 
-# ---------------------------------------------------------------- ops that can't be split along what is longer
+# ---------------------------------------------------------------- ops that can't be split along a longer dim
 
 
 def _dim_of(pair: OpPair, place: int, default: Arg = 0) -> int:
@@ -139,12 +144,12 @@ def _dim_of(pair: OpPair, place: int, default: Arg = 0) -> int:
 
 
 def _attention(pair: OpPair) -> None:
-    """(q, k, v, mask, dropout_p, is_causal): a row sees keys up to its own, or those that the mask lets it see."""
+    """(q, k, v, mask, dropout_p, is_causal): a query attends to keys up to its own, or to those the mask allows."""
     ranks = [len(kinds[0].shape) for kinds in pair.operands]
     query, key, value = ((place, rank - 2) for place, rank in enumerate(ranks[:3]))
     longer = pair.longer()
     if argument(pair.op, 5, "is_causal", False):
-        # Rows are counted from the first: rows and keys are alike, and grow alike.
+        # Positions count from the first row, so queries and keys must have the same length in both programs.
         both = {_sizes_of(pair.operands[place], dim) for place, dim in (query, key, value)}
         if len(both) == 1 and {query, key, value} <= longer and len(ranks) == 3:
             pair.is_followed |= {query, key, value}
@@ -164,7 +169,7 @@ def _softmax(pair: OpPair) -> None:
 
 
 def _running(pair: OpPair) -> None:
-    """What depends on the entries before only."""
+    """Cumulative ops: each entry depends only on earlier ones."""
     place = (0, _dim_of(pair, 1))
     if place in pair.longer():
         pair.is_followed.add(place)
@@ -179,7 +184,7 @@ def _slice(pair: OpPair) -> None:
     long, short = spans
     if not long or not short or long.step != short.step:
         return
-    if size == shorter:  # a part of a table, which is longer in the one
+    if size == shorter:  # a slice of a table, longer in the padded program
         if long.start == short.start and len(long) != len(short):
             pair.made[0, dim] = Longer()
             pair.literals |= {2, 3}
@@ -217,14 +222,14 @@ def _select(pair: OpPair) -> None:
 
 
 def _last_entry(pair: OpPair) -> list[Prefix | None] | None:
-    """index(x, [None, places]) with other places, which are the last ones."""
+    """index(x, [None, indices]) with different indices that both select the last entry."""
     if pair.kind == "aten.index" and pair.is_in_one():
         _index(pair)
     return follow(pair, is_known=True) if pair.last is not None else None
 
 
 def _index(pair: OpPair) -> None:
-    """index(x, indices), with constant indices that name the same entries, or the last one."""
+    """index(x, indices) with constant indices that select the same entries, or the last one."""
     indices = argument(pair.op, 1, "indices")
     if not isinstance(indices, tuple) or any(a is None or b is None for a, b in pair.constants[1:]):
         return
@@ -241,7 +246,7 @@ def _index(pair: OpPair) -> None:
             return
     if any(bool((b < 0).any()) for _, b in given):
         return
-    # What the shorter one reads is in what both have, so that the result is longer where the indices are.
+    # The shorter program reads entries that both have, so the result is longer only where the indices are.
     rank = max(a.dim() for a, _ in given)
     start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     long, short = (kind.shape for kind in pair.results[0])
@@ -257,7 +262,7 @@ def _take_last(pair: OpPair, dim: int) -> None:
 
 
 def _pad(pair: OpPair) -> None:
-    """constant_pad_nd(x, pad, value): before what is longer, or behind it with what is there already."""
+    """constant_pad_nd(x, pad, value): at the start, or at the end with the value that the padding has already."""
     pads = argument(pair.op, 1, "pad", ())
     rank = len(pair.operands[0][0].shape)
     value = padding(pair.op)
@@ -274,7 +279,7 @@ def _pad(pair: OpPair) -> None:
 
 
 def _expand(pair: OpPair) -> None:
-    """A dim of size 1 repeated."""
+    """expand: a dim of size 1 is repeated."""
     source, (long, short) = pair.operands[0][0].shape, (kind.shape for kind in pair.results[0])
     shift = len(long) - len(source)
     for dim, (a, b) in enumerate(zip(long, short, strict=False)):
@@ -283,7 +288,7 @@ def _expand(pair: OpPair) -> None:
 
 
 def _reshape(pair: OpPair) -> None:
-    """The same entries, in the same order, as another shape: rows and places become one dim, or two again."""
+    """The same entries in the same order in another shape: rows and positions are flattened, or unflattened again."""
     if len(pair.states[0]) != 1:
         return
     ((dim, longer),) = pair.states[0].items()
@@ -292,7 +297,7 @@ def _reshape(pair: OpPair) -> None:
     changed = [place for place, (a, b) in enumerate(zip(target, short_target, strict=False)) if a != b]
     if len(changed) != 1 or len(target) != len(short_target):
         return
-    # Of all entries in order, each of so many runs is longer.
+    # In the flat order of entries, each of `runs` contiguous runs ends with padding.
     runs, before = math.prod(source[:dim]) * longer.blocks, math.prod(target[: changed[0]])
     is_same = math.prod(source) == math.prod(target) and math.prod(short_source) == math.prod(short_target)
     if not is_same or before == 0 or runs % before or pair.operands[0][0].dtype != pair.results[0][0].dtype:

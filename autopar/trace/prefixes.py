@@ -1,15 +1,17 @@
-"""Whether a program on longer inputs gives what the same model gives on shorter ones, where both have entries.
+"""Proves that a program traced on padded inputs computes, in its unpadded entries, what the unpadded call computes.
 
 A batch of 7 rows may then run as one of 8, a text of 37 tokens as one of 64.  Both calls are traced, and the two
-programs are followed op by op.  Of each value it is known how the long one relates to the short one: it is equal, or it
-has more entries along some dims, and begins with those of the short one.  What is beyond may be known, too: that labels
-are ``ignore_index`` there, that a mask hides it, that it is zero.
+programs are compared op by op.  For each pair of values the analysis knows that they are equal, or that the longer one
+has additional entries at the end of some dims and starts with the entries of the shorter one (the shorter value is its
+prefix).  It may also know what the additional entries, the padding, contain: ``ignore_index`` in labels, zeros, or
+numbers that a mask hides.
 
-What an op does to this follows from its factors (`Op.options`): it works slice by slice along a factor that it can be
-split on without a kernel, so a longer factor gives longer results that begin alike.  A factor that is summed needs
-zeros beyond.  A few ops that can't be split along a dim depend on what comes before only (causal attention, running
-sums).  Anything else (batch norm, a mean over rows, a number that was computed from the size) is not followed, and what
-is computed of it is unknown.  Entries beyond are taken to be finite numbers, as a mask multiplies them by zero.
+How an op propagates this follows from its factors (`Op.options`).  An op computes slice by slice along a factor that it
+can be split on without a kernel, so a longer factor gives results that are longer and have the same prefix.  A factor
+that is summed must be padded with zeros.  A few ops can't be split along a dim but depend only on earlier entries
+(causal attention, cumulative sums).  After any other op (batch norm, a mean over rows, a number computed from a size)
+the value is unknown, and so is everything computed from it.  Padding is assumed to be finite, because a mask
+multiplies it by zero.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from autopar.trace.op_pairs import Fill, Longer, OpPair, Prefix
 from autopar.trace.prefix_rules import follow
 from autopar.trace.tracing import Traced
 
-__all__ = ["LongerProgram", "NotAlikeError", "compare", "ignored_labels"]
+__all__ = ["LongerProgram", "PaddingError", "compare", "ignored_labels"]
 
 
-class NotAlikeError(Exception):
-    """It is not known that the longer program gives what the shorter one does; the text says where it is not."""
+class PaddingError(Exception):
+    """The padded program is not proven to compute what the unpadded one computes; the message names the op."""
 
 
 @dataclass(frozen=True)
 class LongerProgram:
-    """What is known of a program on longer inputs.
+    """How to recover the results of the unpadded call from the padded program.
 
     Args:
-        cuts: the outputs that are longer -> the dims along which they are, and how long the shorter ones are.
-        last: the ops that take the last entry along a dim, which is another one in the longer program -> that dim.
+        cuts: outputs that are padded -> for each padded dim, the size to cut it to.
+        last: ops that select the last entry along a dim, which is padding in the padded program -> that dim.
     """
 
     cuts: Mapping[str, Mapping[int, int]]
@@ -47,7 +49,7 @@ class LongerProgram:
 
 
 def ignored_labels(program: Program) -> dict[str, int]:
-    """The inputs that are the targets of cross entropies, or become so by views and copies -> ``ignore_index``."""
+    """The inputs that are targets of a cross entropy, directly or through views and copies -> its ``ignore_index``."""
     made_by = {name: op for _, op in _ops(program) for name in op.results}
     found: dict[str, int] = {}
     for _, op in _ops(program):
@@ -61,16 +63,16 @@ def ignored_labels(program: Program) -> dict[str, int]:
 
 
 def compare(short: Traced, long: Traced, fills: Mapping[str, Fill], *, has_copies: bool = False) -> LongerProgram:
-    """What `long` gives, where it begins with the inputs of `short`.
+    """Prove that `long`, on the padded inputs of `short`, computes all outputs and buffer updates of `short`.
 
     Args:
         short: a traced call.
         long: the same call with larger sizes.
-        fills: inputs of `long` -> what they hold beyond those of `short`; else anything that `short` may hold, too.
-        has_copies: what is beyond are whole rows that are copies of others, which look up nothing else than these.
+        fills: inputs of `long` -> the number they are padded with; other inputs are padded with valid values.
+        has_copies: whether the padding is whole rows that repeat other rows, and so read no other entries of tables.
 
     Raises:
-        NotAlikeError: where it is not known that all outputs of `short`, and its updates of buffers, can be had.
+        PaddingError: an output or a buffer update can't be proven to be the same.
     """
     return _Comparison(short, long, fills, has_copies).run()
 
@@ -86,53 +88,51 @@ class _Comparison:
     long: Traced
     fills: Mapping[str, Fill]
     has_copies: bool
-    names: dict[str, str] = field(default_factory=dict[str, str])  # of values of `long`, those of `short`
+    names: dict[str, str] = field(default_factory=dict[str, str])  # values of `long` -> values of `short`
     known: dict[str, Prefix | None] = field(default_factory=dict[str, "Prefix | None"])
     last: dict[str, int] = field(default_factory=dict[str, int])
     made_by: dict[str, Op] = field(default_factory=dict[str, Op])
-    where: dict[str, str] = field(default_factory=dict[str, str])  # the op that made a value unknown
+    where: dict[str, str] = field(default_factory=dict[str, str])  # unknown values -> the op that made them so
 
     def run(self) -> LongerProgram:
         short, long = self.short.program, self.long.program
         if len(short.inputs) != len(long.inputs) or len(short.outputs) != len(long.outputs):
-            raise NotAlikeError("the calls have other inputs or outputs")
+            raise PaddingError("the two calls have different numbers of inputs or outputs")
         for name, other in zip(long.inputs, short.inputs, strict=True):
             longer = Longer(self.fills.get(name), is_of_labels=name in self.fills)
             self._pair(name, other, dict.fromkeys(self._longer_dims(name, other), longer))
         steps, other_steps = list(_ops(long)), list(_ops(short))
         if len(steps) != len(other_steps):
-            raise NotAlikeError(f"the model runs {len(other_steps)} ops on the one, {len(steps)} on the other")
+            raise PaddingError(f"the model runs {len(other_steps)} ops unpadded and {len(steps)} ops padded")
         for (is_hoisted, op), (is_other_hoisted, other) in zip(steps, other_steps, strict=True):
             if op.target != other.target or is_hoisted != is_other_hoisted or len(op.results) != len(other.results):
-                raise NotAlikeError(
-                    f"{other.source}: the model runs {other.target} on the one, {op.target} on the other"
-                )
+                raise PaddingError(f"{other.source}: the model runs {other.target} unpadded and {op.target} padded")
             self._step(op, other)
         return LongerProgram(self._cuts(), self.last)
 
     def _cuts(self) -> dict[str, dict[int, int]]:
         short, long = self.short.program, self.long.program
         if short.loss and long.outputs.index(long.loss or long.outputs[0]) != short.outputs.index(short.loss):
-            raise NotAlikeError("the loss is another output")
+            raise PaddingError("the loss is a different output")
         cuts: dict[str, dict[int, int]] = {}
         for name, other in zip(long.outputs, short.outputs, strict=True):
             found = self._need(name, other)
             if any(longer.blocks > 1 for longer in found.values()):
-                raise NotAlikeError(f"output {name} has rows and places in one dim")
+                raise PaddingError(f"output {name} has rows and positions flattened into one dim")
             lengths = {dim: short.type_of(other).shape[dim] for dim in found}
             if lengths:
                 cuts[name] = lengths
         buffers = {long.parameters[old]: new for old, new in long.updates.items()}
         others = {short.parameters[old]: new for old, new in short.updates.items()}
         if buffers.keys() != others.keys() or any(self._need(new, others[name]) for name, new in buffers.items()):
-            raise NotAlikeError("a buffer is updated by what all rows have")
+            raise PaddingError("a buffer update depends on the padding")
         return cuts
 
     def _need(self, name: str, other: str) -> Prefix:
         self._meet(name, other)
         known = self.known[name] if self.names[name] == other else None
         if known is None:
-            raise NotAlikeError(self.where.get(name, f"{name} is another value"))
+            raise PaddingError(self.where.get(name, f"{name} is a different value"))
         return known
 
     def _step(self, op: Op, other: Op) -> None:
@@ -153,18 +153,20 @@ class _Comparison:
         if not self.has_copies:
             self._check_places(op)
         if pair.reads_out_of_range:
-            raise NotAlikeError(f"{op.source}: {op.target} reads labels, which are {pair.reads_out_of_range} beyond")
+            raise PaddingError(
+                f"{op.source}: {op.target} reads labels, which are padded with {pair.reads_out_of_range}"
+            )
         if pair.last is not None and found is not None:
             self.last[op.name] = pair.last
         for place, (name, its) in enumerate(zip(op.results, other.results, strict=True)):
             self.names[name], self.known[name] = its, None if found is None else found[place]
             if self.known[name] is None:
-                self.where[name] = self.where.get(bad) or f"{op.source}: {op.target} may mix them"
+                self.where[name] = self.where.get(bad) or f"{op.source}: {op.target} may mix padding with other entries"
 
     def _check_places(self, op: Op) -> None:
-        """Raise NotAlikeError if `op` may look up what is not there, as positions behind the end of their table.
+        """Raise PaddingError if padded indices of `op` may be out of range, such as positions past the end of a table.
 
-        Inputs go on with what they held; nothing is known of what else the model makes of places that are added.
+        Inputs are padded with valid values; of indices that the model computes for padding nothing is known.
         """
         if op.target.startswith("autopar.") or not looks_up(op):
             return
@@ -181,14 +183,14 @@ class _Comparison:
                 continue
             is_checked = op.target in ("aten.embedding.default", "aten.index.Tensor") and name in sizes
             if constant is None or not is_checked or not bool((constant < sizes[name]).all()):
-                raise NotAlikeError(f"{op.source}: {op.target} may look up places behind the end")
+                raise PaddingError(f"{op.source}: {op.target} may index past the end of its table")
 
     @staticmethod
     def _types(op: Op, other: Op) -> Iterator[tuple[str, str]]:
         return zip(op.operands, other.operands, strict=False)
 
     def _meet(self, name: str, other: str) -> None:
-        """Know what a value is that no op makes: a parameter, a buffer, a constant."""
+        """Record what is known of a value that no op computes: a parameter, a buffer, a constant."""
         if name in self.known:
             return
         short, long = self.short.program, self.long.program
@@ -210,12 +212,12 @@ class _Comparison:
     def _longer_dims(self, name: str, other: str) -> list[int]:
         shape, shorter = self.long.program.type_of(name).shape, self.short.program.type_of(other).shape
         if len(shape) != len(shorter):
-            raise NotAlikeError(f"{name} has another number of dims")
+            raise PaddingError(f"{name} has a different number of dims")
         return [dim for dim, (a, b) in enumerate(zip(shape, shorter, strict=True)) if a != b]
 
 
 def _constant(long: Tensor, short: Tensor) -> Prefix | None:
-    """How a longer constant begins, and what it holds beyond along each longer dim."""
+    """How a longer constant relates to a shorter one, and its padding along each longer dim; None: it differs."""
     if long.dim() != short.dim() or long.dtype != short.dtype or any(map(_is_less, long.shape, short.shape)):
         return None
     begin = tuple(map(slice, short.shape))

@@ -29,6 +29,7 @@ from tests.ranks import run_ranks
 Check = partial[None] | FunctionType
 LOSS_TOLERANCE = 1e-6  # of float32, relative
 GRADIENT_TOLERANCE = 1e-4  # of float32, relative to the gradient's largest entry
+STEPS = 3  # the second step reads what the first one updated, the third what an optimizer keeps of both
 
 
 def launch(world: int, *checks: Check, timeout_s: float = 400) -> None:
@@ -174,20 +175,20 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping
     return steps(optimizer, count, lambda: loss_of(model(**inputs)))
 
 
-def train(model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer, steps: int = 5) -> list[float]:
-    """The same with a new optimizer."""
-    return train_on(model, make_optimizer(model.parameters()), inputs, steps)
+def train(model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer) -> list[float]:
+    """`STEPS` of them with a new optimizer."""
+    return train_on(model, make_optimizer(model.parameters()), inputs, STEPS)
 
 
 def assert_same_training_by_outside_loss(parallel: ParallelModule, single: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Five steps of both, with a loss that the user computes from their outputs, logits and features."""
+    """`STEPS` of both, with a loss that the user computes from their outputs, logits and features."""
 
     def loss_from(model: nn.Module) -> Tensor:
         logits, features = model(x)
         return functional.cross_entropy(logits, y) + 0.1 * features.square().mean()
 
     wanted, got = (
-        steps(OPTIMIZERS["adamw foreach"](model.parameters()), 5, partial(loss_from, model))
+        steps(OPTIMIZERS["adamw foreach"](model.parameters()), STEPS, partial(loss_from, model))
         for model in (single, parallel)
     )
     for a, b in zip(wanted, got, strict=True):
@@ -199,7 +200,7 @@ def assert_same_training_by_outside_loss(parallel: ParallelModule, single: nn.Mo
 def assert_same_training(
     parallel: ParallelModule, single: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer
 ) -> None:
-    """Five steps of both from the same state, compared."""
+    """`STEPS` of both from the same state, compared."""
     expected, found = copy.deepcopy(single), parallel
     found.load_state_dict(expected.state_dict())
     before = state_of(expected)

@@ -17,6 +17,7 @@ from tests.end_to_end.harness import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     OPTIMIZERS,
+    STEPS,
     assert_near,
     error_of,
     gradients_of,
@@ -64,7 +65,7 @@ def check_training(loss_fn: LossFunction, constraints: Sequence[str], *, normed:
     parallel = parallelize(model, (x,), loss_fn=loss_fn, example_target=target, constraints=constraints)
     assert_near(state_of(parallel), state_of(single), 0.0)
     optimizers = [OPTIMIZERS["adamw foreach"](trained.parameters()) for trained in (single, parallel)]
-    for _ in range(5):
+    for _ in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected, found = loss_fn(single(x), *targets), parallel(x, target=target)

@@ -21,6 +21,7 @@ from autopar.verify.rehearsal import loss_of
 from tests import models
 from tests.end_to_end.harness import (
     OPTIMIZERS,
+    STEPS,
     assert_near,
     assert_same_step,
     assert_same_training_by_outside_loss,
@@ -70,8 +71,8 @@ def check_draws_of_whole_values(batch: int, constraints: Sequence[str]) -> None:
     inputs = {"x": torch.ones(batch, 15), "y": torch.arange(batch) % 5}
     parallel = parallelize(OddlyDropped(), inputs, constraints=constraints)
     torch.manual_seed(dist.get_rank())
-    losses = train(parallel, inputs, OPTIMIZERS["sgd momentum"], steps=3)
-    assert len(set(losses)) == 3
+    losses = train(parallel, inputs, OPTIMIZERS["sgd momentum"])
+    assert len(set(losses)) == STEPS
     assert_replicas_agree(parallel)
 
 
@@ -119,8 +120,8 @@ def check_draws_of_replicas(constraints: Sequence[str], name: str = "plain_gpt")
     model, inputs = make_gpt(name)
     parallel = parallelize(model, inputs, constraints=constraints)
     torch.manual_seed(dist.get_rank())
-    losses = train(parallel, inputs, OPTIMIZERS["adamw foreach"], steps=3)
-    assert len(set(losses)) == 3
+    losses = train(parallel, inputs, OPTIMIZERS["adamw foreach"])
+    assert len(set(losses)) == STEPS
     assert_replicas_agree(parallel)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, losses)
@@ -207,7 +208,7 @@ def check_eval_of_batch_norm() -> None:
     model, inputs = make("unet")
     parallel = parallelize(copy.deepcopy(model), inputs, constraints=("data=2",))
     for trained in (model, parallel):
-        train(trained, inputs, OPTIMIZERS["adamw foreach"], steps=3)
+        train(trained, inputs, OPTIMIZERS["adamw foreach"])
     assert parallel.get_buffer("norm1.num_batches_tracked").item() == 3
     assert_near(state_of(parallel), state_of(model), 1e-4, floor=1e-2)
     parallel.load_state_dict(model.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,22 +46,35 @@ from tests.random_plans import random_plan
 pytestmark = pytest.mark.slow
 
 
-def check_model(name: str, constraints: Sequence[str], optimizers: Sequence[str] = tuple(OPTIMIZERS)) -> None:
+# Every optimizer and every norm go through one model here: on each layout of a DTensor they are tried in
+# `tests/lower/test_dtensors.py` and `test_gradient_norm.py`.  The first call of each on a layout costs torch's DTensor
+# more than a model's step, on every rank.
+ALL_OPTIMIZERS = tuple(OPTIMIZERS)
+ONE_NORM = ((2.0, True),)
+ALL_NORMS = tuple(itertools.product((1.0, 2.0, torch.inf), (True, False)))
+Norms = tuple[tuple[float, bool], ...]
+
+
+def check_model(name: str, constraints: Sequence[str], *optimizers: str, norms: Norms = ONE_NORM) -> None:
     """Everything about training one model by one plan."""
     model, inputs = make(name)
     single = copy.deepcopy(model)
     parallel = parallelize(model, inputs, constraints=constraints)
     assert set(constraints) <= set(parallel.plan.constraints)
-    check_trained(parallel, single, inputs, optimizers)
+    check_trained(parallel, single, inputs, *optimizers, norms=norms)
 
 
 def check_trained(
-    parallel: ParallelModule, single: torch.nn.Module, inputs: Mapping[str, Any], optimizers: Sequence[str]
+    parallel: ParallelModule,
+    single: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    *optimizers: str,
+    norms: Norms = ONE_NORM,
 ) -> None:
     assert_same_names(parallel, single)
     assert_near(state_of(parallel), state_of(single), 0.0)
     assert_same_step(parallel, single, inputs)
-    assert_same_clipping(parallel, single)
+    assert_same_clipping(parallel, single, norms)
     for optimizer in optimizers:
         assert_same_training(parallel, single, inputs, OPTIMIZERS[optimizer])
 
@@ -73,13 +87,12 @@ def assert_same_names(parallel: torch.nn.Module, single: torch.nn.Module) -> Non
     assert [n for n, _ in parallel.named_modules()] == [n for n, _ in single.named_modules()]
 
 
-def assert_same_clipping(parallel: ParallelModule, single: torch.nn.Module) -> None:
-    """Clips both, to half of the norm."""
+def assert_same_clipping(parallel: ParallelModule, single: torch.nn.Module, norms: Norms) -> None:
+    """Clips both, to half of the norm; `norms`: which norm, and whether by torch's foreach functions."""
     norm = clip_grad_norm_(single.parameters(), 1e9)
-    for kind in (1.0, 2.0, torch.inf):
-        for foreach in (True, False):
-            found, wanted = (clip_grad_norm_(m.parameters(), 1e9, kind, foreach=foreach) for m in (parallel, single))
-            assert error_of(whole(found), wanted) < 1e-5
+    for kind, foreach in norms:
+        found, wanted = (clip_grad_norm_(m.parameters(), 1e9, kind, foreach=foreach) for m in (parallel, single))
+        assert error_of(whole(found), wanted) < 1e-5
     wanted = clip_grad_norm_(single.parameters(), norm.item() / 2)
     found = parallel.clip_grad_norm_(norm.item() / 2)
     assert error_of(found, wanted) < 1e-5
@@ -92,28 +105,28 @@ def assert_same_clipping(parallel: ParallelModule, single: torch.nn.Module) -> N
 def test_two_ranks_train_llama_and_gpt2() -> None:
     launch(
         2,
-        partial(check_model, "llama", ("tensor=2",)),
-        partial(check_model, "gpt2", ("data=2", "zero=3")),
+        partial(check_model, "llama", ("tensor=2",), *ALL_OPTIMIZERS, norms=ALL_NORMS),
+        partial(check_model, "gpt2", ("data=2", "zero=3"), "adamw foreach"),
     )
 
 
 def test_two_ranks_train_other_models() -> None:
     launch(
         2,
-        partial(check_model, "unet", ("data=2", "zero=2")),
-        partial(check_model, "contrastive", ("data=2",)),
-        partial(check_model, "contrastive", ("tensor=2", "zero=1")),
-        partial(check_model, "frozen", ("sequence=2", "recompute=full")),
-        partial(check_model, "llama", ("data=2", "microbatches=2", "recompute=selective", "zero=2"), ("adamw",)),
+        partial(check_model, "unet", ("data=2", "zero=2"), "sgd momentum"),
+        partial(check_model, "contrastive", ("data=2",), "adamw foreach"),
+        partial(check_model, "contrastive", ("tensor=2", "zero=1"), "adamw"),
+        partial(check_model, "frozen", ("sequence=2", "recompute=full"), "sgd momentum"),
+        partial(check_model, "llama", ("data=2", "microbatches=2", "recompute=selective", "zero=2"), "adamw"),
     )
 
 
 def test_two_ranks_train_from_the_hosts_memory() -> None:
     launch(
         2,
-        partial(check_model, "llama", ("data=2", "zero=3", "offload=optimizer"), ("adamw",)),
-        partial(check_model, "gpt2", ("tensor=2", "microbatches=2", "offload=optimizer"), ("adamw foreach",)),
-        partial(check_model, "unet", ("data=2", "zero=1", "offload=optimizer", "gradients=fp32"), ("adamw foreach",)),
+        partial(check_model, "llama", ("data=2", "zero=3", "offload=optimizer"), "adamw"),
+        partial(check_model, "gpt2", ("tensor=2", "microbatches=2", "offload=optimizer"), "adamw foreach"),
+        partial(check_model, "unet", ("data=2", "zero=1", "offload=optimizer", "gradients=fp32"), "adamw foreach"),
     )
 
 
@@ -123,7 +136,7 @@ def check_plan_of_any_kind(name: str, seed: int, num_microbatches: int = 1) -> N
     plan = random_plan(trace_model(model, inputs).program, dist.get_world_size(), seed, num_microbatches)
     parallel = parallelize(copy.deepcopy(model), inputs, plan=plan)
     assert parallel.plan.decisions == plan.decisions
-    check_trained(parallel, model, inputs, ("adamw foreach",))
+    check_trained(parallel, model, inputs, "adamw foreach")
 
 
 def check_scoped_constraints() -> None:
@@ -149,7 +162,7 @@ def check_scoped_constraints() -> None:
     assert isinstance(head, DTensor)
     assert all(placement.is_replicate() for placement in head.placements)
     assert not all(p.is_replicate() for p in parallel.get_parameter("model.layers.0.mlp.up_proj.weight").placements)
-    check_trained(parallel, model, inputs, ("adamw foreach", "sgd momentum"))
+    check_trained(parallel, model, inputs, "adamw foreach", norms=ALL_NORMS)
 
 
 def strategy_of(plan: Plan, layer: str) -> LayerStrategy:
@@ -168,8 +181,8 @@ def test_four_ranks_train_layers_on_different_meshes() -> None:
 def test_four_ranks_train_other_models() -> None:
     launch(
         4,
-        partial(check_model, "unet", ("data=4", "zero=3"), ("adamw foreach",)),
-        partial(check_model, "contrastive", ("mesh=2x2", "data=2", "tensor=2"), ("adamw foreach",)),
+        partial(check_model, "unet", ("data=4", "zero=3"), "sgd momentum"),
+        partial(check_model, "contrastive", ("mesh=2x2", "data=2", "tensor=2"), "adamw foreach"),
         partial(check_plan_of_any_kind, "frozen", 4),
         partial(check_plan_of_any_kind, "unet", 5),
     )
@@ -247,9 +260,9 @@ def check_measured_prices(folder: str) -> None:
     assert torch.equal(torch.get_rng_state(), before), "ranks draw their batches from generators that are in step"
     assert "estimate" not in dict(parallel.plan.price_source)
     assert len(list(api._CACHE.glob("*.json"))) == 1
-    started = time.perf_counter()
+    started = time.process_time()  # on a busy machine a rank waits, but it computes no more
     assert parallelize(model, inputs, profile=None).plan.step_time_s == parallel.plan.step_time_s
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert_same_step(parallel, model, inputs)
 
 

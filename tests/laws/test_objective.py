@@ -73,11 +73,11 @@ def test_a_plan_costs_what_it_says(model: str, constraints: tuple[str, ...]) -> 
     assert sum_s == pytest.approx(sum_of_seconds(subject(model).traced.program, plan), rel=1e-9)
 
 
-@pytest.mark.parametrize("model", ["flat", *(pytest.param(m, marks=pytest.mark.slow) for m in ("unet", "gpt2", "vit"))])
+@pytest.mark.parametrize("model", ["flat", *(pytest.param(m, marks=pytest.mark.slow) for m in ("unet", "gpt2"))])
 def test_more_memory_is_never_slower(model: str) -> None:
     program, prices = subject(model).traced.program, quick_prices(4)
     free = search(program, 4, prices, SearchRequest())
-    limits = [free.peak_memory_bytes * share for share in (0.4, 0.6, 0.8, 1.0, 1.5)]
+    limits = [free.peak_memory_bytes * share for share in (0.4, 0.7, 1.0, 1.5)]
     found: list[tuple[float, float]] = []
     for limit in limits:
         try:

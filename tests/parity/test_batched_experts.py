@@ -13,7 +13,7 @@ from autopar.ops.experts import EXPERTS
 from autopar.program import Op
 from autopar.search import SearchRequest, search
 from tests.parity.test_experts import NUM_EXPERTS, make
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, quick_prices, trained_alone
 
 
 @cache
@@ -37,7 +37,7 @@ def test_models_are_trained_as_on_one_device(name: str, world_size: int, constra
         o.factor for op in ops if op.target == EXPERTS for o in op.options
     }
     assert not [op for op in ops if op.target == "aten.bmm.default"]
-    plan = search(who.traced.program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
+    plan = forced_plan(who.traced.program, world_size, *constraints)
     assert_parity(who, plan, priced=False)
 
 

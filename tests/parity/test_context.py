@@ -20,7 +20,7 @@ from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
 from autopar.trace import trace
 from tests.models import make_llama, tokens
-from tests.zoo import Subject, assert_parity, plan_for, quick_prices, subject, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, plan_for, subject, trained_alone
 
 CASES = {
     "llama": (
@@ -78,7 +78,7 @@ def test_with_stages(schedule: str):
 
 
 def plan_of(who: Subject, *constraints: str) -> Plan:
-    return search(who.traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
+    return forced_plan(who.traced.program, 4, *constraints)
 
 
 def test_a_batch_of_one_is_cut_to_the_loss():
@@ -113,7 +113,7 @@ RINGS = {
 def test_a_ring_trains_as_one_device_does(name: str, world: int, constraints: tuple[str, ...]):
     who = subject(name)
     ring = replace(who, traced=replace(who.traced, program=with_ring_only(who.traced.program)))
-    plan = search(ring.traced.program, world, quick_prices(world), SearchRequest(constraints=constraints))
+    plan = forced_plan(ring.traced.program, world, *constraints)
     kinds = [layer for layer in ring.traced.program.layers if any("attention" in op.target for op in layer.ops)]
     used = {
         factor for layer in kinds for planned in plan.layers if planned.kind == layer.kind
@@ -165,12 +165,12 @@ def test_a_degree_that_divides_no_tokens_is_refused():
             f"context={degree}': rows of {length} tokens do not divide over {degree} .* Pad rows to {padded} tokens"
         )
         with pytest.raises(ConstraintError, match=message):
-            search(program, 4, quick_prices(4), SearchRequest(constraints=(f"context={degree}",)))
+            forced_plan(program, 4, f"context={degree}")
     ids = torch.nn.functional.pad(inputs["input_ids"], (0, padded - length))
     labels = torch.nn.functional.pad(inputs["labels"], (0, padded - length), value=-100)
     torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, model(**inputs).loss, rtol=1e-12, atol=0)
     program = trace(model, (), {"input_ids": ids, "labels": labels}).program
-    search(program, 4, quick_prices(4), SearchRequest(constraints=("context=4",)))
+    forced_plan(program, 4, "context=4")
 
 
 @cache
@@ -204,6 +204,6 @@ def test_alternating_windows(world: int, constraints: tuple[str, ...]):
     for kernel in ("context_windows", "neighbour_windows")[: 2 if degree <= 4 else 1]:
         other = "neighbour_windows" if kernel == "context_windows" else "context_windows"
         one = replace(who, traced=replace(who.traced, program=without(who.traced.program, other)))
-        plan = search(one.traced.program, world, quick_prices(world), SearchRequest(constraints=constraints))
+        plan = forced_plan(one.traced.program, world, *constraints)
         assert "context" in {label for layer in plan.layers for label in plan.strategies[layer.strategy].labels}
         assert_parity(one, plan)

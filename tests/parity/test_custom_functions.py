@@ -14,11 +14,10 @@ from torch.nn import functional
 from autopar.errors import TraceError
 from autopar.placement import BROADCAST, REPLICATE
 from autopar.program import Op, Program
-from autopar.search import SearchRequest, search
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.trace import trace
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 
 class Reverse(torch.autograd.Function):
@@ -121,7 +120,7 @@ def test_it_trains_as_on_one_device(name: str, constraint: str) -> None:
     if (name, constraint) == ("clipped", "microbatches=2"):
         assert not isinstance(time_assignment(who.traced.program, 2), TimeAssignment)
         return
-    plan = search(who.traced.program, 2, quick_prices(2), SearchRequest(constraints=(constraint,)))
+    plan = forced_plan(who.traced.program, 2, constraint)
     assert_parity(who, plan)
 
 

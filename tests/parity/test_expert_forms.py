@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.ops.experts import EXPERTS
-from autopar.search import SearchRequest, search
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 NUM_EXPERTS, CAPACITY, WIDTH = 4, 6, 8
 
@@ -79,6 +78,6 @@ def test_capacity_forms_are_ordinary_ops_that_train_as_on_one_device(
     who = capacity(form, routing)
     program = who.traced.program
     assert not [op for layer in program.layers for op in layer.ops if op.target == EXPERTS]
-    plan = search(program, 2, quick_prices(2), SearchRequest(constraints=constraints))
+    plan = forced_plan(program, 2, *constraints)
     assert_parity(who, plan, priced=False)
     assert_parity(who, random_plan(program, 4, len(constraints)), priced=False)

@@ -23,13 +23,12 @@ from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
-from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
 from autopar.trace.saves import SavesMeter
 from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 # It defines transformers::grouped_mm_fallback; before transformers 5 experts are Python loops.
 pytest.importorskip("transformers.integrations.moe")
@@ -119,7 +118,7 @@ def regions(who: Subject) -> list[Op]:
 
 
 def searched(who: Subject, world_size: int, *constraints: str) -> Plan:
-    return search(who.traced.program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
+    return forced_plan(who.traced.program, world_size, *constraints)
 
 
 SLOW = ("qwen", "gpt-oss")  # seconds to trace and to train on one device
@@ -186,7 +185,7 @@ class Filtered(nn.Module):
 def test_a_model_without_experts_has_none_to_split():
     program = trace_model(Filtered(), (torch.zeros(8, 8, 8),)).program
     with pytest.raises(ConstraintError, match="no stack of experts"):
-        search(program, 2, quick_prices(2), SearchRequest(constraints=("expert=2",)))
+        forced_plan(program, 2, "expert=2")
 
 
 @pytest.mark.parametrize(("world_size", "degree"), [(6, 3), (8, 8)])

@@ -21,9 +21,8 @@ from torch.nn.attention.flex_attention import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.errors import InputShapeError, TraceError
-from autopar.search import SearchRequest, search
 from autopar.trace import dense_flex_attention, trace
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 Call = Callable[..., Tensor]
 
@@ -120,7 +119,7 @@ PLANS = (("data=2",), ("tensor=2",), ("data=2", "zero=3"), ("microbatches=2",))
 def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> None:
     who = subject_of(name)
     assert any("flex_attention runs as plain ops" in note for note in who.traced.program.notes)
-    assert_parity(who, search(who.traced.program, 2, quick_prices(2), SearchRequest(constraints=constraints)))
+    assert_parity(who, forced_plan(who.traced.program, 2, *constraints))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -212,4 +211,4 @@ def test_hugging_face_computes_what_its_other_attention_does() -> None:
     other = trained_alone(model, inputs)
     assert flex.alone.losses == pytest.approx(other.alone.losses, rel=1e-12)
     for constraint in ("data=2", "tensor=2"):
-        assert_parity(flex, search(flex.traced.program, 2, quick_prices(2), SearchRequest(constraints=(constraint,))))
+        assert_parity(flex, forced_plan(flex.traced.program, 2, constraint))

@@ -15,7 +15,7 @@ from autopar.ops import is_cheap
 from autopar.ops.halos import space_dim
 from autopar.plan import Plan
 from autopar.search import SearchRequest, search
-from tests.zoo import Subject, assert_parity, quick_prices, rehearse, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, quick_prices, rehearse, trained_alone
 
 
 class Stack(nn.Module):
@@ -142,9 +142,7 @@ def subject(name: str) -> Subject:
 
 
 def plan_of(name: str, num_devices: int, *constraints: str) -> Plan:
-    return search(
-        subject(name).traced.program, num_devices, quick_prices(num_devices), SearchRequest(constraints=constraints)
-    )
+    return forced_plan(subject(name).traced.program, num_devices, *constraints)
 
 
 def dims_split(plan: Plan) -> list[set[int]]:
@@ -215,7 +213,7 @@ def test_shifted_windows_train_as_on_one_device() -> None:
 def test_two_images_on_four_devices() -> None:
     """Batch and space are split on two axes."""
     who = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 16, 4, dtype=torch.float64)})
-    plan = search(who.traced.program, 4, quick_prices(4), SearchRequest(constraints=("data=2", "context=2")))
+    plan = forced_plan(who.traced.program, 4, "data=2", "context=2")
     assert {axis for each in plan.strategies for axis in each.labels} == {"data", "context"}
     assert_parity(who, plan)
 
@@ -233,7 +231,7 @@ def test_images_that_do_not_fit_are_split() -> None:
     """Devices that have an image each run all of them one after the other, in slices, if that is what fits."""
     who = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 64, 32, dtype=torch.float64)})
     program = who.traced.program
-    whole = search(program, 2, quick_prices(2), SearchRequest(constraints=("tensor=1",)))
+    whole = forced_plan(program, 2, "tensor=1")
     assert dims_split(whole) == [set()]
     limit = int(0.8 * whole.peak_memory_bytes)
     plan = search(program, 2, quick_prices(2), SearchRequest(limit, constraints=("tensor=1",)))

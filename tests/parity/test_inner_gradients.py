@@ -15,9 +15,8 @@ from torch.func import grad as func_grad
 from torch.nn import functional
 
 from autopar.errors import TraceError
-from autopar.search import SearchRequest, search
 from autopar.trace import trace
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 Call = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -131,7 +130,7 @@ LONG = ("norms", "inner_convolutions")  # seconds to trace; by one plan
 )  # fmt: skip
 def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> None:
     who = subject_of(name)
-    plan = search(who.traced.program, 2, quick_prices(2), SearchRequest(constraints=constraints))
+    plan = forced_plan(who.traced.program, 2, *constraints)
     # The last bias of the forces adds to nothing that is read with a gradient, yet one is priced.
     assert_parity(who, plan, priced=name != "forces")
 

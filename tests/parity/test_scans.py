@@ -10,9 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from autopar.api import trace_model
-from autopar.search import SearchRequest, search
 from tests.models import tokens
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 
 @cache
@@ -42,7 +41,7 @@ def subject(name: str) -> Subject:
 def test_scans_train_as_on_one_device(name: str, constraints: str) -> None:
     """Channels and batches split; projections by the sequence as well, between which it is gathered."""
     who = subject(name)
-    plan = search(who.traced.program, 2, quick_prices(2), SearchRequest(constraints=(constraints,)))
+    plan = forced_plan(who.traced.program, 2, constraints)
     assert_parity(who, plan)
 
 

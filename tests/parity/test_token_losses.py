@@ -14,9 +14,8 @@ from torch.nn import functional
 from autopar.api import trace_model
 from autopar.ops.linear_cross_entropy import TARGET, TOKEN_LOSSES
 from autopar.program import Program
-from autopar.search import SearchRequest, search
 from autopar.step.logits import logits_bytes
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 CLASSES, WIDTH, TOKENS = 24, 8, 5
 
@@ -118,7 +117,7 @@ def test_losses_of_tokens_train_as_on_one_device(
     assert TARGET not in found
     assert "aten.linear.default" in found  # of the body
     for who in (whole, pieces):
-        plan = search(who.traced.program, world, quick_prices(world), SearchRequest(constraints=constraints))
+        plan = forced_plan(who.traced.program, world, *constraints)
         assert_parity(who, plan)
 
 
@@ -126,7 +125,7 @@ def test_a_vocabulary_is_cut() -> None:
     """So that parity under tensor parallelism says something of the kernel."""
     who = subject("linear", "z-loss")
     program = who.traced.in_pieces(TOKENS).program
-    plan = search(program, 2, quick_prices(2), SearchRequest(constraints=("tensor=2",)))
+    plan = forced_plan(program, 2, "tensor=2")
     factors = [
         strategy.assignments[place]
         for layer, strategy in zip(program.layers, plan.decisions.layer_strategies, strict=True)

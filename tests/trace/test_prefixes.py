@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.planning.padded_calls import as_longer
-from autopar.trace import LongerProgram, NotAlikeError, Traced, compare, ignored_labels, trace
+from autopar.trace import LongerProgram, PaddingError, Traced, compare, ignored_labels, trace
 from tests.models import make
 from tests.shapes import of_length, of_rows
 
@@ -156,7 +156,7 @@ def test_rows_that_do_not_count(rest: Callable[..., Any], training: bool, is_ali
     if is_alike:
         check(*arguments, training=training)
         return
-    with pytest.raises(NotAlikeError):
+    with pytest.raises(PaddingError):
         check(*arguments, training=training)
 
 
@@ -169,7 +169,7 @@ def test_labels_that_are_inputs_too() -> None:
     [(shifted_in_part, -100), (labels_where_ids_say_so, -1), (labels_behind_the_table, 255), (labels_as_ids, -100)],
 )
 def test_labels_that_count_for_nothing_are_not_looked_up(rest: Callable[..., Any], number: int) -> None:
-    with pytest.raises(NotAlikeError, match=f"embedding.default reads labels, which are {number} beyond"):
+    with pytest.raises(PaddingError, match=f"embedding.default reads labels, which are padded with {number}"):
         check(Model(rest), of_rows(batch(), 7), batch(), training=True, has_copies=True)
 
 
@@ -286,12 +286,12 @@ def test_places_that_no_other_place_sees(rest: Callable[..., Any], is_alike: boo
         known = check(*arguments)
         assert len(known.last) == (3 if rest is last_logits else 0)
         return
-    with pytest.raises(NotAlikeError):
+    with pytest.raises(PaddingError):
         check(*arguments)
 
 
 def test_a_shift_towards_the_end_is_known_or_not_but_never_wrong() -> None:
-    with suppress(NotAlikeError):
+    with suppress(PaddingError):
         check(Model(shifted_on), of_length(batch(), 7), batch())
 
 
@@ -310,7 +310,7 @@ def test_what_is_known_of_rows_of_models_is_true(name: str, training: bool) -> N
     if name in KNOWN:
         check(model, of_rows(inputs, 7), inputs, training=training, has_copies=True)
         return
-    with pytest.raises(NotAlikeError):
+    with pytest.raises(PaddingError):
         check(model, of_rows(inputs, 7), inputs, training=training, has_copies=True)
 
 
@@ -323,7 +323,7 @@ def test_what_is_known_of_lengths_of_models_is_true(name: str) -> None:
         return
     try:
         check(model, of_length(ids, 9), ids)
-    except NotAlikeError:
+    except PaddingError:
         return
     assert name != "bert"
 
@@ -333,5 +333,5 @@ def test_what_is_known_of_lengths_of_models_is_true(name: str) -> None:
 def test_what_is_known_is_never_wrong(name: str) -> None:
     model, inputs = make(name)
     for training in (True, False):
-        with suppress(NotAlikeError):
+        with suppress(PaddingError):
             check(model, of_rows(inputs, 7), inputs, training=training, has_copies=True)

@@ -97,8 +97,8 @@ def follow_first_rank(communicator: Communicator) -> None:
     if communicator.calls is None or communicator.calls.is_in_step:
         return
     state = generator_state(communicator.device)
-    told = communicator.broadcast(state.to(communicator.device), Axis(communicator.world_size, 1))
-    _default_generator(communicator.device).set_state(told.cpu())
+    shared = communicator.broadcast(state.to(communicator.device), Axis(communicator.world_size, 1))
+    _default_generator(communicator.device).set_state(shared.cpu())
 
 
 @contextmanager

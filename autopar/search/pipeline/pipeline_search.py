@@ -30,7 +30,6 @@ Array = npt.NDArray[np.float64]
 
 _FEW = 10  # so many pairs of numbers are all searched; of more, those on a walk to the best
 _MAX_TRIED = 12  # on that walk: each takes about as long as a search without stages
-_MODELS = 3  # of the fastest pipelines name the meshes of later ones
 # Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
 # are, and so it is rarely far from the best.
 _FIRST_MICROBATCHES = 2
