@@ -58,7 +58,7 @@ class JoinedTasks:
 
     def of_ops(self, graph: TensorGraph) -> tuple[FusedKernel, ...]:
         """The kernels made of the ops of those nodes."""
-        named = (k._replace(ops=tuple(graph.nodes[n].index for n in k.ops)) for k in self.kernels)
+        named = (k._replace(ops=tuple(graph.nodes[n].op_index for n in k.ops)) for k in self.kernels)
         kernels = (k._replace(ops=tuple(op for op in k.ops if op >= 0)) for k in named)
         return tuple(kernel for kernel in kernels if kernel.ops)  # moves inside a device cost nothing
 

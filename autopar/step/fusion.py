@@ -239,21 +239,21 @@ def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None) -> 
         if node.kept_extra:  # the largest element of each row and its sum, in float32
             extra += 8.0 * node.types[1].num_elements
         saves = saving.reads(number, node) if saving else ()
-        nodes.append(replace(node, makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=0.0))
+        nodes.append(node._replace(makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=0.0))
     sizes = {key: size for key, size in graph.sizes.items() if key not in inside}
     return replace(graph, nodes=tuple(nodes), sizes=sizes)
 
 
-def _without_gradients(graph: TensorGraph, unseen: Set[TensorKey]) -> TensorGraph:
+def _without_gradients(graph: TensorGraph, unseen: frozenset[TensorKey]) -> TensorGraph:
     """The graph where the gradients of these tensors are never in memory."""
 
     def seen(targets: tuple[GradientTarget, ...]) -> tuple[GradientTarget, ...]:
         return tuple(target._replace(num_bytes=0.0) if target.key in unseen else target for target in targets)
 
     nodes = (
-        replace(node, targets=seen(node.targets), sources=seen(node.sources))
-        if any(target.key in unseen for target in (*node.targets, *node.sources))
-        else node
+        node
+        if unseen.isdisjoint([target.key for target in (*node.targets, *node.sources)])
+        else node._replace(targets=seen(node.targets), sources=seen(node.sources))
         for node in graph.nodes
     )
     return replace(graph, nodes=tuple(nodes))
@@ -267,7 +267,7 @@ def _saved_until(graph: TensorGraph, kernels: Sequence[FusedKernel]) -> TensorGr
             last = min(kernel.ops)
             saves = dict.fromkeys(key for number in (last, *kernel.ops) for key in nodes[number].saves)
             if tuple(saves) != nodes[last].saves:
-                nodes[last] = replace(nodes[last], saves=tuple(saves))
+                nodes[last] = nodes[last]._replace(saves=tuple(saves))
     return replace(graph, nodes=tuple(nodes))
 
 

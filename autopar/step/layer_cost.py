@@ -135,7 +135,7 @@ def _reshard_collectives(
     for call in reshard_calls(reshard.steps, reshard.tensor.num_bytes, has_gradient=has_gradient):
         yield priced(call, value.name, count, purpose, reshard.before)
         if call.phase == "forward" and reruns:
-            yield priced(replace(call, phase="recompute"), value.name, count, purpose, reshard.before)
+            yield priced(call._replace(phase="recompute"), value.name, count, purpose, reshard.before)
 
 
 def _is_only_returned(program: Program, name: str) -> bool:
@@ -199,8 +199,8 @@ def running_costs(
     costs: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
     for how, memory in running_memory(placed, hows, training).items():
-        rerun = zip(placed.layer.ops, placed.states, forward_s, strict=True)
-        recompute_s = sum(seconds for op, state, seconds in rerun if is_rerun(op, state, how, training))
+        rerun = zip(_are_rerun(placed, how, training), forward_s, strict=True)
+        recompute_s = sum(seconds for is_again, seconds in rerun if is_again)
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         copies_s = count * offload_s(memory, prices)
         leave_s, return_s = (
@@ -315,10 +315,21 @@ def weight_share(program: Program, op: Op) -> float:
 
 def is_rerun(op: Op, state: OpState, recompute: str, training: TrainingSpec) -> bool:
     """Whether backward computes the op again; a compiler chooses by itself, unless the ops are named."""
+    return _reruns_any(recompute, training) and activation_policy(recompute).is_rerun(op, has_kernel=state.has_kernel)
+
+
+def _reruns_any(recompute: str, training: TrainingSpec) -> bool:
+    is_left = training.compiled and activation_policy(recompute).reruns is not None and not rerun_ops(recompute)
+    return training.is_training and training.reruns and not is_left
+
+
+def _are_rerun(placed: PlacedLayer, recompute: str, training: TrainingSpec) -> list[bool]:
+    """`is_rerun` of every op."""
     policy = activation_policy(recompute)
-    is_left = training.compiled and policy.reruns is not None and not rerun_ops(recompute)
-    is_chosen = policy.is_rerun(op, has_kernel=state.has_kernel)
-    return training.is_training and training.reruns and not is_left and is_chosen
+    if not _reruns_any(recompute, training) or (policy.reruns is None and not policy.keeps_inputs_only):
+        return [False] * len(placed.states)
+    ops = zip(placed.layer.ops, placed.states, strict=True)
+    return [policy.is_rerun(op, has_kernel=state.has_kernel) for op, state in ops]
 
 
 def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:

@@ -22,7 +22,7 @@ from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
 from autopar.step.training import TrainingSpec
 
-__all__ = ["GradientTally", "RunningMemory", "input_key", "running_memory"]
+__all__ = ["RunningMemory", "input_key", "running_memory"]
 
 
 @dataclass(frozen=True)
@@ -120,35 +120,43 @@ class _Liveness:
         self.arrived = frozenset(graph.inputs.values())
         self.saved = self._sized(key for node in graph.nodes for key in node.saves)  # if everything is kept
         self.extra_bytes = sum(node.saved_extra for node in graph.nodes)
+        self._known: dict[tuple[bool, frozenset[int] | None], RunningMemory] = {}
 
     @cached_property
     def _without_backward(self) -> RunningMemory:
         outputs = tuple((_text(key), self.graph.sizes.get(key, 0.0), 0.0) for key, _, _ in self.graph.outputs)
-        return RunningMemory({}, 0.0, self._forward(set(), with_extra=False), inputs=self._inputs(), outputs=outputs)
+        return RunningMemory({}, 0.0, self._forward_alone, inputs=self._inputs(), outputs=outputs)
 
     def memory(self, policy: ActivationPolicy, *, is_training: bool) -> RunningMemory:
         """Under this policy, which matters in training only."""
         if not is_training:
             return self._without_backward
-        saved, extra_bytes = self._saved_by(policy)
+        again = self._numbers_again(policy) if policy.reruns is not None else None
+        key = policy.keeps_inputs_only, again
+        if key not in self._known:
+            self._known[key] = self._kept_memory(again, keeps_inputs_only=policy.keeps_inputs_only)
+        return replace(self._known[key], is_offloaded=policy.offloads)
+
+    def _kept_memory(self, again: frozenset[int] | None, *, keeps_inputs_only: bool) -> RunningMemory:
+        """If these nodes run again (None: what autograd saves is kept), or all do; nothing is offloaded."""
+        saved, extra_bytes = self._saved_by(again, keeps_inputs_only=keeps_inputs_only)
         saved_bytes, all_bytes = sum(saved.values()) + extra_bytes, sum(self.saved.values()) + self.extra_bytes
         missing = {key: size for key, size in self.saved.items() if key not in saved}
-        gradients = self._backward(missing, policy) if missing and policy.reruns is not None else self._whole_backward
+        most, most_with_weights = self._backward(missing, again) if missing and again is not None else self._whole_most
         rerun_bytes = 0.0
-        if policy.keeps_inputs_only:
-            forward_bytes = self._forward(set(), with_extra=False)
-            rerun_bytes = self._forward(set(self.saved), with_extra=True) + gradients.first
+        if keeps_inputs_only:
+            forward_bytes = self._forward_alone
+            rerun_bytes = self._forward(set(self.saved), with_extra=True) + self._gradients.first
         else:
-            forward_bytes = self._forward(self.saved.keys() | self._around_rerun(policy), with_extra=True)
-        begin_bytes = max(all_bytes, saved_bytes) if policy.keeps_inputs_only else saved_bytes
+            forward_bytes = self._forward(self.saved.keys() | self._around_rerun(again), with_extra=True)
+        begin_bytes = max(all_bytes, saved_bytes) if keeps_inputs_only else saved_bytes
         return RunningMemory(
             {_text(key): size for key, size in saved.items()},
             extra_bytes,
             max(forward_bytes, saved_bytes),
-            backward_bytes=max(rerun_bytes, begin_bytes + gradients.most),
-            weight_bytes=max(rerun_bytes, begin_bytes + gradients.most_with_weights),
-            branch_bytes=gradients.branches,
-            is_offloaded=policy.offloads,
+            backward_bytes=max(rerun_bytes, begin_bytes + most),
+            weight_bytes=max(rerun_bytes, begin_bytes + most_with_weights),
+            branch_bytes=self._gradients.branches,
             inputs=self._inputs(),
             outputs=tuple(
                 (_text(key), self.graph.sizes.get(key, 0.0), target.num_bytes if gets_gradient else 0.0)
@@ -157,89 +165,124 @@ class _Liveness:
         )
 
     @cached_property
-    def _whole_backward(self) -> GradientTally:
+    def _whole_most(self) -> tuple[float, float]:
         """Of a layer that recomputes nothing on the way."""
-        return self._backward({}, activation_policy("none"))
+        return self._backward({}, frozenset())
 
     def _inputs(self) -> dict[str, float]:
         return {name: self.graph.sizes.get(key, 0.0) for name, key in self.graph.inputs.items()}
 
     # --- what is saved
 
-    def _saved_by(self, policy: ActivationPolicy) -> tuple[dict[TensorKey, float], float]:
+    def _numbers_again(self, policy: ActivationPolicy) -> frozenset[int]:
+        """The nodes that run again in backward."""
+        return frozenset(number for number, node in enumerate(self.graph.nodes) if _is_rerun(node, policy))
+
+    def _saved_by(
+        self, again: frozenset[int] | None, *, keeps_inputs_only: bool
+    ) -> tuple[dict[TensorKey, float], float]:
         """What stays on the device from forward to backward, and other bytes."""
-        if policy.keeps_inputs_only:
+        if keeps_inputs_only:
             read = {key for node in self.graph.nodes for key in node.reads}
             return self._sized(key for key in self.graph.inputs.values() if key in read), 0.0
-        if policy.reruns is not None:
+        if again is not None:
             saved_keys = [key for node in self.graph.nodes for key in node.saves]
-            return self._sized(self._without_rerun(saved_keys, policy)), self.extra_bytes
+            return self._sized(self._without_rerun(saved_keys, again)), self.extra_bytes
         return self.saved, self.extra_bytes
 
     def _sized(self, keys: Iterable[TensorKey]) -> dict[TensorKey, float]:
         return {key: self.graph.sizes[key] for key in keys if key in self.graph.sizes}
 
-    def _without_rerun(self, wanted: Iterable[TensorKey], policy: ActivationPolicy) -> set[TensorKey]:
-        """The tensors to keep so that rerunning ops gives `wanted` again."""
-        makers = {key: node for node in self.graph.nodes for key in node.makes}
-        return origins(wanted, makers, lambda node: _is_rerun(node, policy))
+    @cached_property
+    def _makers(self) -> dict[TensorKey, TensorNode]:
+        return {key: node for node in self.graph.nodes for key in node.makes}
 
-    def _around_rerun(self, policy: ActivationPolicy) -> set[TensorKey]:
+    def _without_rerun(self, wanted: Iterable[TensorKey], again: frozenset[int]) -> set[TensorKey]:
+        """The tensors to keep so that running these nodes again gives `wanted`."""
+        ids = {id(self.graph.nodes[number]) for number in again}
+        return origins(wanted, self._makers, lambda node: id(node) in ids)
+
+    def _around_rerun(self, again: frozenset[int] | None) -> set[TensorKey]:
         """What rerun ops read and make, which stays until the forward of an eager layer has run."""
-        if policy.reruns is None or self.is_compiled:
+        if again is None or self.is_compiled:
             return set()
-        return {key for node in self.graph.nodes if _is_rerun(node, policy) for key in (*node.reads, *node.makes)}
+        nodes = (self.graph.nodes[number] for number in again)
+        return {key for node in nodes for key in (*node.reads, *node.makes)}
 
     # --- the most at any moment
+
+    @cached_property
+    def _forward_alone(self) -> float:
+        """The most while the layer's forward runs, if nothing is kept."""
+        return self._forward(set(), with_extra=False)
+
+    @cached_property
+    def _lasts(self) -> list[list[TensorKey]]:
+        """By node, the tensors that no later one reads, but what arrived or leaves."""
+        nodes = self.graph.nodes
+        last = {key: number for number, node in enumerate(nodes) for key in (*node.reads, *node.makes)}
+        stay = self.arrived | {output.key for output in self.graph.outputs}
+        return [
+            [key for key in {*node.reads, *node.makes} if last[key] == number and key not in stay]
+            for number, node in enumerate(nodes)
+        ]
 
     def _forward(self, kept: set[TensorKey], *, with_extra: bool) -> float:
         """The most while the layer's forward runs, if `kept` is never freed."""
         nodes, sizes = self.graph.nodes, self.graph.sizes
-        last = {key: number for number, node in enumerate(nodes) for key in (*node.reads, *node.makes)}
-        stay = kept | self.arrived | {output.key for output in self.graph.outputs}
         now = sum(sizes.get(key, 0.0) for key in self.arrived)
         most = now
-        for number, node in enumerate(nodes):
+        for node, lasts in zip(nodes, self._lasts, strict=True):
             now += sum(node.makes.values()) + (node.saved_extra if with_extra else 0.0)
             most = max(most, now + node.forward_extra)
-            for key in {*node.reads, *node.makes}:
-                if last[key] == number and key not in stay:
+            for key in lasts:
+                if key not in kept:
                     now -= sizes.get(key, 0.0)
         return most
 
-    def _backward(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> GradientTally:
-        """The gradients of a backward; their most takes off what the backward frees of what was saved.
+    @cached_property
+    def _gradients(self) -> _GradientTally:
+        """The gradients of a backward, which are the same whatever is kept."""
+        tally = _GradientTally(self.arrived)
+        for _, target, gets_gradient in self.graph.outputs:
+            if gets_gradient:
+                tally.give(target, tally.make(target.num_bytes))
+        for number, node in reversed(tuple(enumerate(self.graph.nodes))):
+            if any(target.key in tally.pending for target in node.targets):
+                tally.run(number, node)
+        return tally
+
+    def _backward(self, dropped: Mapping[TensorKey, float], again: frozenset[int]) -> tuple[float, float]:
+        """The most of gradients, those of parameters apart and included, less what was saved and is free by then.
 
         What was `dropped` is computed again all at once, for the first op that saved some of it, and stays until the
         last one has run; so does what it is computed from.
         """
-        last_reads = self._last_reads(dropped, policy)
-        tally = GradientTally(self.arrived)
-        for _, target, gets_gradient in self.graph.outputs:
-            if gets_gradient:
-                tally.give(target, tally.make(target.num_bytes))
-        freed = 0.0
+        last_reads = self._last_reads(dropped, again)
+        freed = most = most_with_weights = 0.0
         is_again = False
-        for number, node in reversed(tuple(enumerate(self.graph.nodes))):
-            if not any(target.key in tally.pending for target in node.targets):
-                continue
-            if node.saves or node.saved_extra:
-                tally.first = tally.first or tally.now
+        for number, moments in self._gradients.moments:
+            node = self.graph.nodes[number]
             if not is_again and not dropped.keys().isdisjoint(node.saves):
                 is_again = True
-                tally.note(self._rerun_most(dropped, policy) - freed)
+                now, with_weights, _ = moments[0]
+                beside = self._rerun_most(dropped, again) - freed
+                most, most_with_weights = max(most, now + beside), max(most_with_weights, with_weights + beside)
                 freed -= sum(dropped.values())
-            tally.run(node, freed)
+            for now, with_weights, extra in moments[1:]:
+                beside = extra - freed
+                most, most_with_weights = max(most, now + beside), max(most_with_weights, with_weights + beside)
             freed += node.saved_extra + sum(self.graph.sizes.get(key, 0.0) for key in last_reads.get(number, ()))
-        return tally
+        return most, most_with_weights
 
-    def _rerun_most(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> float:
+    def _rerun_most(self, dropped: Mapping[TensorKey, float], again: frozenset[int]) -> float:
         """The most while `dropped` is computed again, in addition to what is there at its start."""
-        kept = self._without_rerun(dropped, policy)
+        kept = self._without_rerun(dropped, again)
         needed = set(dropped)
         nodes: list[TensorNode] = []
-        for node in reversed(self.graph.nodes):
-            if _is_rerun(node, policy) and not needed.isdisjoint(node.makes):
+        for number in sorted(again, reverse=True):
+            node = self.graph.nodes[number]
+            if not needed.isdisjoint(node.makes):
                 nodes.append(node)
                 needed.update(key for key in node.reads if key not in kept)
         now = most = 0.0
@@ -251,15 +294,23 @@ class _Liveness:
             now -= sum(self.graph.sizes.get(key, 0.0) for key in done if key not in dropped)
         return most
 
-    def _last_reads(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> dict[int, list[TensorKey]]:
-        """By node, the saved tensors that its backward is the last to read."""
+    @cached_property
+    def _first_saves(self) -> dict[TensorKey, int]:
+        """By saved tensor, the first node that saves it: its backward is the last to read it."""
         first: dict[TensorKey, int] = {}
         for number, node in enumerate(self.graph.nodes):
             for key in node.saves:
                 first.setdefault(key, number)
+        return first
+
+    def _last_reads(self, dropped: Mapping[TensorKey, float], again: frozenset[int]) -> dict[int, list[TensorKey]]:
+        """By node, the saved tensors that its backward is the last to read."""
+        first = self._first_saves
         if dropped:
             together = min(first[key] for key in dropped)
-            first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_rerun(dropped, policy)), together)
+            first = first | dict.fromkeys(
+                first.keys() & (dropped.keys() | self._without_rerun(dropped, again)), together
+            )
         last_reads: dict[int, list[TensorKey]] = {}
         for key, number in first.items():
             if key not in self.arrived:
@@ -276,15 +327,15 @@ def _text(key: TensorKey) -> str:
     return "/".join(map(str, key))
 
 
-class GradientTally:
+class _GradientTally:
     """The gradients that wait at some moment of a backward; several tensors may have the same one.
 
     Attributes:
         pending: by tensor, the number of its gradient.
         now: bytes at this moment, those of parameters apart.
-        first: bytes when something that was saved is first read (for the caller to note).
-        most: the most bytes at any moment, those of parameters apart.
-        most_with_weights: the same, with those of parameters.
+        first: bytes when something that was saved is first read.
+        moments: by node that ran, in order: bytes before it, and whenever it has made something, those of parameters
+            apart and included; and what else it has allocated by then.
         branches: bytes of the gradients from which both a parameter's and another one's are computed.
     """
 
@@ -298,7 +349,7 @@ class GradientTally:
         self.users: list[int] = []
         self.is_weight: list[bool] = []
         self.now = self.weights = 0.0
-        self.most = self.most_with_weights = 0.0
+        self.moments: list[tuple[int, list[tuple[float, float, float]]]] = []
 
     def make(self, num_bytes: float) -> int:
         """Allocate a gradient; its number."""
@@ -326,8 +377,12 @@ class GradientTally:
             self.pending[target.key] = total
         self._drop(gradient)
 
-    def run(self, node: TensorNode, freed: float) -> None:
-        """The backward of one node; `freed` bytes of what was saved are free by now."""
+    def run(self, number: int, node: TensorNode) -> None:
+        """The backward of one node, of this number."""
+        if node.saves or node.saved_extra:
+            self.first = self.first or self.now
+        moments = [self._moment()]
+        self.moments.append((number, moments))
         arrived = [self.pending.pop(target.key) for target in node.targets if target.key in self.pending]
         if len({target.is_parameter for target in node.sources}) > 1 and not self._branched.issuperset(arrived):
             self.branches += sum(self.size[gradient] for gradient in arrived if gradient not in self._branched)
@@ -336,10 +391,10 @@ class GradientTally:
             (target, arrived[0] if self._shares(node, target, arrived[0]) else self.make(target.num_bytes))
             for target in node.sources
         ]
-        self.note(node.backward_extra - freed)
+        moments.append(self._moment(node.backward_extra))
         for target, gradient in made:
             self.give(target, gradient)
-            self.note(-freed)
+            moments.append(self._moment())
         for gradient in arrived:
             self._drop(gradient)
 
@@ -356,7 +411,5 @@ class GradientTally:
             else:
                 self.now -= self.size[gradient]
 
-    def note(self, extra_bytes: float) -> None:
-        """At this moment there are so many bytes in addition to gradients."""
-        self.most = max(self.most, self.now + extra_bytes)
-        self.most_with_weights = max(self.most_with_weights, self.now + self.weights + extra_bytes)
+    def _moment(self, extra_bytes: float = 0.0) -> tuple[float, float, float]:
+        return self.now, self.now + self.weights, extra_bytes

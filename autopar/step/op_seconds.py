@@ -37,7 +37,7 @@ def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> l
     if not training.compiled or any(time.source in _TIMED for time in alone):
         return alone
     fused = _fused(placed, training)
-    joined = {node.index for node in fused.graph.nodes if node.fuses}
+    joined = {node.op_index for node in fused.graph.nodes if node.fuses}
     forward_s = _shared_out(fused.forward, joined, [time.forward_s for time in alone], prices)
     backward_s = _shared_out(fused.backward, joined, [time.backward_s for time in alone], prices)
     return [

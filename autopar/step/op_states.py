@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from autopar.errors import PlanMismatchError
 from autopar.placement import Axis, Layout, Placement, mesh_axes
@@ -98,8 +99,7 @@ def _microbatch_types(program: Program, op: Op, index: int, view: TimeView) -> _
     return operands, results
 
 
-@dataclass(frozen=True)
-class _Partial:
+class _Partial(NamedTuple):
     """Options for the outermost axes, and what they leave: local types, slices per factor, the kernel used."""
 
     options: tuple[Option, ...]
@@ -225,7 +225,7 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
                     call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, beside)
                     yield call, pieces * times
                     if collective.returns:
-                        yield replace(call, beside=0), pieces * rounds
+                        yield call._replace(beside=0), pieces * rounds
         rounds *= axis.size if option.travelling else 1
 
 

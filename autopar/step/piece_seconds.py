@@ -24,7 +24,7 @@ from autopar.step.activation_policies import activation_policy
 from autopar.step.instructions import InPieces, LocalProgram, RunOp
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
-from autopar.step.pieces import most_pieces, pieced_collectives, row_product, with_count
+from autopar.step.pieces import most_pieces, pieced_collectives, row_product, runs_once, with_count
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
 
@@ -85,21 +85,24 @@ def best_pieces(
     """Which collectives of a layer are faster in pieces, and in how many, by how it keeps activations."""
     training = own_training(placed.program, placed.layer, training)
     local = local_program(placed)
+    pieced = pieced_collectives(local)
     gains = {
         name: {} if _is_timed(each, placed, prices, training) else _gains(local, each, placed, prices, training)
-        for name, each in pieced_collectives(local).items()
+        for name, each in pieced.items()
     }
-    return {how: _best(local, gains, how) if any(gains.values()) else () for how in recompute}
+    return {how: _best(pieced, gains, how) if any(gains.values()) else () for how in recompute}
 
 
 _Gains = dict[int, tuple[float, float]]
 
 
-def _best(local: LocalProgram, gains: Mapping[str, _Gains], recompute: str) -> tuple[tuple[str, int], ...]:
+def _best(pieced: Mapping[str, InPieces], gains: Mapping[str, _Gains], recompute: str) -> tuple[tuple[str, int], ...]:
     ahead = 2 if activation_policy(recompute).keeps_inputs_only else 1
     choices: list[tuple[str, int]] = []
     taken: set[int] = set()
-    for name, each in pieced_collectives(local, recompute).items():
+    for name, each in pieced.items():
+        if not runs_once(each, recompute):
+            continue
         total_s = {count: ahead * gain[0] + gain[1] for count, gain in gains[name].items()}
         best = max(total_s, key=lambda count: total_s[count], default=0)
         if best and total_s[best] > 0 and not any(run.index in taken for run in each.products):

@@ -19,7 +19,7 @@ from autopar.ops.family import RowProduct
 from autopar.step.activation_policies import activation_policy
 from autopar.step.instructions import InPieces, Instruction, LocalProgram, Reshard, RunOp, Single
 
-__all__ = ["in_pieces", "most_pieces", "pieced_collectives", "row_product", "with_count"]
+__all__ = ["in_pieces", "most_pieces", "pieced_collectives", "row_product", "runs_once", "with_count"]
 
 # (forward, backward) of a step, moved before products, or behind one.  What stands still in one of the two runs whole
 # there.
@@ -77,20 +77,24 @@ def with_count(local: LocalProgram, each: InPieces, count: int) -> InPieces | No
 def pieced_collectives(local: LocalProgram, recompute: str = "none") -> dict[str, InPieces]:
     """The collectives that can run in pieces, by the value that is moved; each in one piece so far."""
     uses = _Uses(local)
-    policy = activation_policy(recompute)
     collectives: dict[str, InPieces] = {}
     for each in local.singles:
         if not isinstance(each, Reshard) or len(each.steps) != 1 or each.purpose != "copy":
             continue
         value = local.values[each.source].value
         products = uses.products_beside(each) if value.role == "op" and value.type.is_floating else ()
-        is_rerun = not policy.keeps_inputs_only and any(policy.is_rerun(run.op) for run in products)
-        if products and not is_rerun:
+        if products:
             whole = InPieces(each, products, 0, 1)
             move = each if whole.moves_first else replace(each, before=products[0].index + 1)
             if whole.sharded_dim < len(value.type.shape) - 1:
                 collectives[value.name] = replace(whole, move=move)
-    return collectives
+    return {name: each for name, each in collectives.items() if runs_once(each, recompute)}
+
+
+def runs_once(each: InPieces, recompute: str) -> bool:
+    """Whether backward recomputes none of the products by itself."""
+    policy = activation_policy(recompute)
+    return policy.keeps_inputs_only or not any(policy.is_rerun(run.op) for run in each.products)
 
 
 class _Uses:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from autopar.cluster import HostLink, OpTime
 from autopar.placement import LOCAL, Axis, Step
@@ -92,8 +92,7 @@ class Prices(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """One collective of one microbatch.
 
     Args:
@@ -124,10 +123,14 @@ def reshard_calls(
         has_gradient: whether there is one.
     """
     back = num_bytes if gradient_bytes is None else gradient_bytes
-    calls = [CollectiveCall(step.forward, "forward", step.axis, num_bytes * step.fraction) for step in steps]
+    kinds = [(step.forward, "forward", step, num_bytes) for step in steps]
     if has_gradient:
-        calls += [CollectiveCall(step.backward, "backward", step.axis, back * step.fraction) for step in steps]
-    return tuple(call for call in calls if call.kind not in LOCAL and call.num_bytes)
+        kinds += [(step.backward, "backward", step, back) for step in steps]
+    return tuple(
+        CollectiveCall(kind, phase, step.axis, whole * step.fraction)
+        for kind, phase, step, whole in kinds
+        if kind not in LOCAL and whole * step.fraction
+    )
 
 
 @dataclass(frozen=True)

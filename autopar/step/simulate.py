@@ -158,7 +158,7 @@ def step_seconds(
     layers: PlannedLayers, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
 ) -> float:
     """The seconds that `simulate_step` finds."""
-    return _Simulation(step_work(layers, prices, training, schedules)).run()
+    return _Simulation(step_work(layers, prices, training, schedules, is_named=False)).run()
 
 
 def simulate_step(

@@ -6,7 +6,7 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -240,9 +240,18 @@ class StepWork:
 
 
 def step_work(
-    layers: PlannedLayers, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+    layers: PlannedLayers,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    *,
+    is_named: bool = True,
 ) -> StepWork:
-    """The work of a step by the plan's own decisions; `schedules` is needed for stages."""
+    """The work of a step by the plan's own decisions; `schedules` is needed for stages.
+
+    Without `is_named` items of layers don't say of which layer and value they are, for a caller that asks for seconds
+    alone: a search simulates hundreds of steps.
+    """
     actions = step_actions(layers.program, layers.decisions, training, schedules)
     between = step_collectives(layers, training)
     own = layers.find(
@@ -254,7 +263,7 @@ def step_work(
     ]
     return StepWork(
         actions,
-        tuple(_layer(layers, index, work, between, prices) for index, (work, _) in enumerate(own)),
+        tuple(_layer(layers, index, work, between, prices, is_named=is_named) for index, (work, _) in enumerate(own)),
         *_sends(layers, between, prices),
         _optimizer(layers, [each_s for _, each_s in own], prices, training) if training.is_training else (),
         tuple(
@@ -266,11 +275,17 @@ def step_work(
     )
 
 
-def _layer(layers: PlannedLayers, index: int, work: LayerWork, between: StepCollectives, prices: Prices) -> LayerWork:
+def _layer(
+    layers: PlannedLayers, index: int, work: LayerWork, between: StepCollectives, prices: Prices, *, is_named: bool
+) -> LayerWork:
     """The work of the layer of this index, with what arrives before it and what the caller gets after it."""
-    names, name = layers.names(index), layers.program.layers[index].name
+    if not (is_named or between.arriving[index] or between.returning[index]):
+        return work
+    names, name = (layers.names(index) if is_named else {}), layers.program.layers[index].name
 
-    def own(items: Iterable[Item]) -> tuple[Item, ...]:
+    def own(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        if not is_named:
+            return items
         return tuple(
             item._replace(layer=index, name=names.get(item.name, item.name) if item.is_collective else name)
             for item in items

@@ -7,7 +7,7 @@ buffers and constants are not counted, but what is sliced or gathered from them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
@@ -43,9 +43,10 @@ class OutputNode(NamedTuple):
     gets_gradient: bool
 
 
-@dataclass(frozen=True)
-class TensorNode:
+class TensorNode(NamedTuple):
     """An op, or a move of a value: the tensors that it reads, makes (with bytes) and saves, by key.
+
+    A tuple, as a search makes and changes millions, for which frozen dataclasses take several times as long.
 
     Args:
         reads: its operands.
@@ -60,7 +61,7 @@ class TensorNode:
         splits_gradient: whether they get parts of it.
         op: None of a move.
         is_local: of a move, whether it has no collective.
-        index: of the op in its layer; -1 of a move.
+        op_index: of the op in its layer; -1 of a move.
         types: of its operands, then of its results, as one device has them.
         fuses: whether a compiler fuses it with neighboring ops like it.
         piece: counts what a compiler leaves out up to here; what is compiled in one go has the same number.
@@ -81,7 +82,7 @@ class TensorNode:
     splits_gradient: bool = False
     op: Op | None = None
     is_local: bool = True
-    index: int = -1
+    op_index: int = -1
     types: tuple[TensorType, ...] = ()
     fuses: bool = False
     piece: int = 0
@@ -218,7 +219,7 @@ class _TensorGraphBuilder:
                 passes_gradient=op.is_view or family.gradient != "own",
                 splits_gradient=family.gradient == "parts",
                 op=op,
-                index=run.index,
+                op_index=run.index,
                 types=(*state.operand_types, *state.result_types),
                 fuses=is_fused(op),
                 passes=2 if has_kernel else 1,
@@ -248,12 +249,12 @@ class _TensorGraphBuilder:
         stays = source if each.moves_first else 0.0  # read until the last piece has gone
         for number in range(begin, len(self.nodes)):
             node = self.nodes[number]
-            self.nodes[number] = replace(node, forward_extra=piece + stays, backward_extra=node.backward_extra + piece)
+            self.nodes[number] = node._replace(forward_extra=piece + stays, backward_extra=node.backward_extra + piece)
         if not each.moves_first:  # the terms are never there as a whole
             made = self.nodes[begin]
             makes = {key: 2 * size / each.count for key, size in made.makes.items()}
             self.sizes.update(makes)
-            self.nodes[begin] = replace(made, makes=makes, forward_extra=piece)
+            self.nodes[begin] = made._replace(makes=makes, forward_extra=piece)
         self.piece += 1
 
     def _add_results(self, run: RunOp, operands: Sequence[_Located]) -> dict[TensorKey, float]:
