@@ -110,9 +110,10 @@ class CandidateSet:
     @cached_property
     def least_tables(self) -> CostTables:
         """What all candidates cost at least, however much of it is overlapped."""
-        count, known = self.settings.num_microbatches, dict(zip(self.context.classes, self.tables.layers, strict=True))
-        least = {first: _least_costs(costs, self.hideable(first), count) for first, costs in known.items()}
-        return replace(self.tables, layers=tuple(least[first] for first in self.context.classes))
+        count, layers = self.settings.num_microbatches, self.tables.layers
+        known = {id(costs): (first, costs) for first, costs in zip(self.context.classes, layers, strict=True)}
+        least = {key: _least_costs(costs, self.hideable(first), count) for key, (first, costs) in known.items()}
+        return replace(self.tables, layers=tuple(least[id(costs)] for costs in layers))
 
     def hideable(self, first: int) -> tuple[Hideable, ...]:
         """What of the candidates of a class of layers may not show."""
@@ -135,15 +136,17 @@ class CandidateSet:
         layers = {first: _layer_costs(self, first) for first in self.by_class}
         between = _transfers(self, layers)
         is_pipeline = context.num_groups > 1
+        in_plan = _with_returned(self, layers) if is_pipeline else tuple(layers[first] for first in classes)
         return CostTables(
             self.settings.num_microbatches,
             len(self.states),
-            tuple(layers[first] for first in classes),
+            in_plan,
             tuple(between.get((index, index + 1)) for index in range(len(classes) - 1)),
             tuple(each for (producer, reader), each in between.items() if reader > producer + 1),
             tuple(_sends(self, layers)) if is_pipeline else (),
             tuple(_tied_parameters(self)),
             broadcast_s(context.program, context.prices, context.pipeline_axis) if is_pipeline else 0.0,
+            host_limit_bytes=context.prices.host.memory_bytes,
         )
 
 
@@ -296,7 +299,34 @@ def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
         leave_s=np.array([each.cost.copies_s - each.cost.leave_s for each in own]) / count,
         return_s=np.array([each.cost.copies_s - each.cost.return_s for each in own]) / count,
         begin_s=np.zeros(len(own)),
+        host_bytes=np.array([each.cost.host_bytes for each in own]),
     )
+
+
+def _with_returned(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> tuple[LayerCosts, ...]:
+    """The costs of every layer of a pipeline, with the bytes of what it puts out for the caller: all microbatches of it
+    are kept until the end of the step, when they are joined.
+    """
+    context, known = candidates.context, dict[tuple[object, ...], LayerCosts]()
+    program = context.program
+    returned = {*program.outputs, *program.whole_results}
+
+    def with_bytes(layer: Layer, first: int) -> LayerCosts:
+        places = tuple(place for place, name in enumerate(layer.outputs) if name in returned)
+        types = tuple(program.type_of(layer.outputs[place]) for place in places)
+        if (first, places, types) not in known:
+            size = np.zeros((len(places), len(candidates.by_class[first])))
+            for row, (place, tensor) in enumerate(zip(places, types, strict=True)):
+                for column, each in enumerate(candidates.by_class[first]):
+                    shape = local_shape(tensor.shape, each.strategy.outputs[place], each.strategy.mesh)
+                    size[row, column] = math.prod(shape) * itemsize_bytes(tensor.dtype)
+            costs = layers[first]
+            joined = np.maximum(costs.transient_bytes, size.max(axis=0, initial=0.0))
+            own = replace(costs, static_bytes=costs.static_bytes + size.sum(axis=0), transient_bytes=joined)
+            known[first, places, types] = own if places else costs
+        return known[first, places, types]
+
+    return tuple(map(with_bytes, program.layers, context.classes))
 
 
 def _transfers(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> dict[tuple[int, int], Transfer]:

@@ -27,6 +27,7 @@ __all__ = [
     "TiedParameter",
     "Transfer",
     "lone_copies",
+    "path_host_bytes",
     "path_stages",
     "useful_candidates",
 ]
@@ -41,7 +42,7 @@ class LayerCosts(CostColumns):
 
     Where nothing computes while saved tensors leave for the host's memory, or come back from there, a forward takes
     `leave_s` more, a backward `return_s` (`lone_copies`).  `begin_s` is what the first device group waits for before
-    its first action, apart from `step_s`.
+    its first action, apart from `step_s`.  `host_bytes` is what a microbatch in flight has in the host's memory.
     """
 
     state_in: Indices
@@ -49,6 +50,7 @@ class LayerCosts(CostColumns):
     leave_s: Array
     return_s: Array
     begin_s: Array
+    host_bytes: Array
 
     def take(self, rows: Indices) -> LayerCosts:
         """The candidates of these indices."""
@@ -117,6 +119,7 @@ class CostTables:
     tied: tuple[TiedParameter, ...] = ()
     broadcast_s: float = 0.0
     limit_bytes: float = np.inf
+    host_limit_bytes: float = np.inf
     split_gain: float = 0.0
 
     def seconds(self, layer: LayerCosts) -> Array:
@@ -247,6 +250,17 @@ def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float,
     return tuple((leaving / max(1, every), coming / max(1, every)) for leaving, coming, every in counts.tolist())
 
 
+def path_host_bytes(
+    tables: CostTables, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions
+) -> float:
+    """What the activations of a device take in the host's memory at most, of the group that offloads most."""
+    size = np.array([float(layer.host_bytes[row]) for layer, row in zip(tables.layers, path, strict=True)])
+    if not size.any():
+        return 0.0
+    of_stages = tuple(float(size[start:stop].sum()) for start, stop in itertools.pairwise(bounds))
+    return max(peak_held(actions, of_stages, of_stages))
+
+
 def _path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:
     """What each layer takes on this path, transfers to it included, tied parameters not."""
     chosen = list(zip(tables.layers, path, strict=True))
@@ -282,12 +296,18 @@ def _peak_bounds(
 
 
 def useful_candidates(
-    tables: CostTables, paths: Indices, flights: Sequence[Flight], split_gains: Sequence[float] = (0.0,)
+    tables: CostTables,
+    paths: Indices,
+    flights: Sequence[Flight],
+    split_gains: Sequence[float] = (0.0,),
+    *,
+    is_host_short: bool = False,
 ) -> tuple[CostTables, tuple[Indices, ...]]:
     """The tables of the most useful candidates alone, and their old indices per layer.
 
     These are the ones that a path uses in a layer like it, and those between the same boundary states that are the
-    best at some price of memory with so many microbatches in flight, where splitting backwards gains so much.
+    best at some price of memory with so many microbatches in flight, where splitting backwards gains so much; if
+    `is_host_short`, also the best of those that offload nothing.
     """
     used: dict[int, set[int]] = {}
     for layer, costs in enumerate(tables.layers):
@@ -296,7 +316,10 @@ def useful_candidates(
         own = used[id(costs)]
         for gain in split_gains:
             seconds = replace(tables, split_gain=gain).seconds(costs)
-            own |= _best_at_prices(costs, seconds, np.array(sorted(own), dtype=np.intp), flights)
+            used_rows = np.array(sorted(own), dtype=np.intp)
+            own |= _best_at_prices(costs, seconds, used_rows, flights)
+            if is_host_short:
+                own |= _best_at_prices(costs, np.where(costs.host_bytes > 0, np.inf, seconds), used_rows, flights)
     rows = {key: np.array(sorted(chosen), dtype=np.intp) for key, chosen in used.items()}
     return tables.keep(rows), tuple(rows[id(costs)] for costs in tables.layers)
 
@@ -316,7 +339,7 @@ def _lower_hull(size: Array, seconds: Array) -> list[int]:
     """Indices of the lower convex hull, from the smallest to the fastest."""
     hull: list[int] = []
     for index in np.lexsort((seconds, size)).tolist():
-        if hull and seconds[index] >= seconds[hull[-1]]:
+        if seconds[index] >= (seconds[hull[-1]] if hull else np.inf):
             continue
         while len(hull) > 1:
             first, last = hull[-2], hull[-1]

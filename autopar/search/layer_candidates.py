@@ -48,6 +48,10 @@ from autopar.step.value_flows import find_flows, time_view
 
 __all__ = ["LayerCandidate", "layer_candidates"]
 
+# Times as much as all layers hold of one microbatch, a device group of a pipeline holds at most: the first one as much
+# under 1F1B, twice as much at most if it is interleaved, or if layers do not divide over stages.
+_MOST_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True)
 class LayerCandidate:
@@ -83,7 +87,7 @@ def layer_candidates(
     variants: list[_Variant] = []
     for placed, strategy, policies in _strategies(settings, layer, problems, roles, demands, whole):
         variants.extend(_variants(settings, placed, strategy, policies, demands, known))
-    return tuple(variant.finish(layer) for variant in _drop_dominated(variants, settings.in_flight))
+    return tuple(variant.finish(layer) for variant in _drop_dominated(settings, layer, variants))
 
 
 def _sliced_late(settings: StepSettings, layer: Layer) -> frozenset[str]:
@@ -207,13 +211,14 @@ class _Variant:
         strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
         return LayerCandidate(layer, *self.policies, strategy, self.cost, self.overlapped_s, stored.transfers)
 
-    def rated(self, in_flight: int) -> tuple[float, ...]:
-        """What another must not exceed to be as good."""
+    def rated(self, in_flight: int, counted_bytes: float) -> tuple[float, ...]:
+        """What another must not exceed to be as good; less than `counted_bytes` in the host's memory do not count."""
         cost = self.cost
         seconds = cost.total_s, cost.total_s - self.overlapped_s
         if in_flight == 1:
             return *seconds, cost.persistent_bytes, cost.transient_bytes
-        return *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes
+        host_bytes = cost.host_bytes if cost.host_bytes > counted_bytes else 0.0
+        return *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes, host_bytes
 
 
 def _variants(
@@ -357,15 +362,18 @@ def _worth_offloading(settings: StepSettings, layer: Layer, costs: dict[str, Lay
     return {name: cost for name, cost in costs.items() if name not in offloading or name in (fastest, smallest)}
 
 
-def _drop_dominated(variants: list[_Variant], in_flight: int) -> Iterator[_Variant]:
+def _drop_dominated(settings: StepSettings, layer: Layer, variants: list[_Variant]) -> Iterator[_Variant]:
     """On one mesh between the same policies, those that no other beats in time, with and without what is overlapped,
-    and in static (with microbatches in flight, else persistent), saved and transient bytes.
+    and in static (with microbatches in flight, else persistent), saved and transient bytes; in a pipeline also in those
+    on the host, if it may be short of room.
     """
+    count = sum(each.kind == layer.kind for each in settings.program.layers)
+    counted_bytes = settings.prices.host.memory_bytes / (_MOST_IN_FLIGHT * count)
     groups: dict[tuple[object, ...], list[_Variant]] = {}
     for variant in variants:
         groups.setdefault((variant.strategy.mesh, *variant.policies), []).append(variant)
     for group in groups.values():
-        costs = np.array([variant.rated(in_flight) for variant in group])
+        costs = np.array([variant.rated(settings.in_flight, counted_bytes) for variant in group])
         kept: list[int] = []
         for index in np.lexsort(costs.T[::-1]).tolist():
             if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():

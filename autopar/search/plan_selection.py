@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Shape
-from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
@@ -103,7 +103,12 @@ def select_plan(
             best, notes = plan, candidate.context.notes
     if best is not None:
         return best, [*notes, _note_stages(best, fastest or best)]
-    _refuse(shortages, [] if flat else too_large, limit_bytes + batch_bytes, 1 + request.memory_error)
+    _refuse(
+        shortages or _host_shortages(pipelines),
+        [] if flat else too_large,
+        limit_bytes + batch_bytes,
+        1 + request.memory_error,
+    )
     return None
 
 
@@ -179,11 +184,16 @@ def _without_stages(searched: Iterable[SingleStagePaths], limit_bytes: float) ->
 def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
     seen: set[tuple[object, ...]] = set()
     for pipeline in pipelines.fitting if pipelines else ():
-        context, key = pipeline.candidates.context, (id(pipeline.candidates), pipeline.cuts, pipeline.path)
+        key = id(pipeline.candidates), pipeline.cuts, pipeline.path
         if key in seen:
             continue
         seen.add(key)
-        yield _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
+        yield _candidate_of(pipeline)
+
+
+def _candidate_of(pipeline: PipelineCandidate) -> _PlanCandidate:
+    context = pipeline.candidates.context
+    return _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
 
 
 def preferred_s(plan: Plan) -> float:
@@ -219,6 +229,12 @@ def _note_stages(plan: Plan, fastest: Plan) -> str:
         f"pipeline stages would be {gain:.1%} faster by prediction, which is within the error of predictions; "
         f"pipeline={fastest.num_groups} forces them"
     )
+
+
+def _host_shortages(pipelines: PipelineResults | None) -> Sequence[str]:
+    """The message for the pipeline that offloads least of those that fit on devices, but not on hosts, if any does."""
+    short = pipelines and pipelines.short_of_host
+    return (host_shortage(_candidate_of(short).simulate(), short.candidates.context.prices),) if short else ()
 
 
 def _setting_of(shape: Shape) -> tuple[int, int]:

@@ -44,6 +44,7 @@ def make_tables(
                 shares.uniform(0.0, 0.1, num_candidates),
                 shares.uniform(0.0, 0.1, num_candidates),
                 np.zeros(num_candidates),
+                np.zeros(num_candidates),
             )
         )
 

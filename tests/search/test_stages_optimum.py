@@ -13,9 +13,10 @@ from autopar.schedules import Shape, schedule_names, schedule_problem
 from autopar.schedules.action_lists import ScheduleActions, StageCost, count_flights, schedule_s, seconds_of
 from autopar.schedules.critical_paths import schedule_paths
 from autopar.schedules.packing import pack
-from autopar.search.cost_tables import CostTables
+from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
+from autopar.step.stage_costs import pipeline_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
 CASES = [
@@ -53,6 +54,41 @@ def test_demanded_cuts_are_kept() -> None:
     found = search_shapes(tables, Shape("1f1b", 2, 2, 4), cuts=(1,))
     assert found.best is not None
     assert found.best.cuts.bounds == (0, 1, 6)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_pipelines_offload_fits_on_hosts(seed: int) -> None:
+    tables, shape = make_tables(seed, 6, 2, 4), Shape("1f1b", 2, 2, 4)
+    layers = [
+        replace(
+            layer,
+            saved_bytes=layer.saved_bytes * (0, 1),
+            forward_s=layer.forward_s.max() * np.array([1, 1.5]),
+            host_bytes=layer.saved_bytes * (1, 0),
+        )
+        for layer in tables.layers
+    ]
+    tables = replace(tables, layers=tuple(layers))
+    free = search_shapes(tables, shape)
+    assert free.best is not None
+    limit = free.best.host_bytes * 0.6
+    tables = replace(tables, host_limit_bytes=limit)
+    actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    best_s = np.inf
+    for cut, path in itertools.product(range(1, 6), itertools.product(range(2), repeat=6)):
+        bounds = (0, cut, 6)
+        if path_host_bytes(tables, shape, bounds, path, actions) <= limit:
+            stages = path_stages(tables, shape, bounds, path, actions)
+            best_s = min(best_s, pipeline_step_s(shape, actions, stages))
+    found = search_shapes(tables, shape)
+    assert found.best is not None
+    assert found.best.host_bytes <= limit
+    assert best_s * (1 - 1e-12) <= found.best.step_s <= 1.08 * best_s
+    # Little memory on devices, so that all layers must offload, and no room for that on hosts.
+    smallest = min(each.peak_bytes for each in search_shapes(replace(tables, limit_bytes=0.0), shape).found)
+    nothing = search_shapes(replace(tables, limit_bytes=smallest, host_limit_bytes=0.0), shape)
+    assert nothing.best is None
+    assert nothing.short_of_host is not None
 
 
 def test_uneven_costs_give_uneven_cuts() -> None:

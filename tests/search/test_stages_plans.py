@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.cluster.hardware import OpTime
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
@@ -18,8 +18,10 @@ from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.schedules.action_lists import peak_held
-from autopar.search import SearchRequest, TrainingSpec, plan_like, search
+from autopar.search import SearchRequest, TrainingSpec, plan_like, plan_search, search
+from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.pipeline_search import dividing_counts
+from autopar.step.prices import HostLink
 from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -277,6 +279,52 @@ def test_what_a_backward_in_two_parts_keeps_between_them_is_counted(schedule: st
         costs = [cost for stage in free.stages if stage.group == group for cost in costs_of(free, stage)]
         counted = peak + sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
         assert free.group_peak_bytes(group) <= counted * 1.02  # what is sent and handed on apart
+
+
+def found_pipelines(monkeypatch: pytest.MonkeyPatch, program: Program, prices: TablePrices, *constraints: str) -> Any:
+    """The plan, and all pipelines that the search looked at."""
+    found: list[PipelineCandidate] = []
+    select = plan_search.select_plan
+
+    def note(searched: Any, pipelines: PipelineResults, *more: Any) -> Any:
+        found.extend(pipelines.found)
+        return select(searched, pipelines, *more)
+
+    monkeypatch.setattr(plan_search, "select_plan", note)
+    request = SearchRequest(constraints=constraints, max_microbatches=4, schedules=schedule_actions)
+    return search(program, 4, prices, request), found
+
+
+def test_outputs_of_all_microbatches_are_counted_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = decoder_model(2, 64, 64, 16, hidden=32, ffn=32, heads=4, kv_heads=4)
+    hidden = program.layers[-1].inputs[0]
+    program = replace(program, outputs=(*program.outputs, hidden))
+    constraints = ("pipeline=2", "schedule=1f1b", "microbatches=16", "recompute=full")
+    plan, found = found_pipelines(monkeypatch, program, PRICES, *constraints)
+    counted = min(each.peak_bytes for each in found if each.decisions() == plan.decisions)
+    batch_bytes = 2 * 64 * 64 * 8  # of the caller's, which is no part of what is counted
+    assert plan.peak_memory_bytes - batch_bytes <= counted * 1.02  # what is sent and handed on apart
+
+
+def test_pipelines_offload_no_more_than_hosts_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All microbatches of GPipe are in flight, twice as many as a host has room for if all layers offload."""
+    program = decoder_model(4, 32, 64, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
+    constraints = ("pipeline=2", "schedule=gpipe", "microbatches=4")
+
+    def planned(limit: float, room: float, *more: str) -> Any:
+        link = HostLink(bytes_per_s=1e13, latency_s=1e-9, memory_bytes=room, taken=0.001)
+        prices = replace(PRICES, host_link=link, memory_bytes=limit)
+        return found_pipelines(monkeypatch, program, prices, *constraints, *more)
+
+    limit = 1.6e6  # of the 3.6e6 bytes that the fastest plan takes
+    free, found = planned(limit, 1e12)
+    needed = free.prediction.host_memory_bytes
+    assert needed == min(each.host_bytes for each in found if each.decisions() == free.decisions) > 0
+    less, _ = planned(limit, 0.75 * needed)
+    assert less.prediction.host_memory_bytes <= 0.75 * needed
+    assert less.peak_memory_bytes <= limit
+    with pytest.raises(HostMemoryError, match="offload fewer layers"):
+        planned(limit, 0.75 * needed, "recompute=none", "offload=activations")
 
 
 @pytest.mark.parametrize(

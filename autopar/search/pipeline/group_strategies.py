@@ -15,7 +15,7 @@ import numpy.typing as npt
 from autopar.schedules import Flight
 from autopar.schedules.action_lists import ScheduleActions
 from autopar.search.chain_dp import Chain, ChainLayer
-from autopar.search.cost_tables import CostTables, lone_copies
+from autopar.search.cost_tables import CostTables, LayerCosts, lone_copies
 from autopar.search.lagrangian import fastest_path, fastest_paths
 from autopar.search.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
@@ -30,6 +30,10 @@ _MAX_CAPS = 3
 # Layers of a group whose best path is seldom on the hull.  Of longer ones it nearly is, and labels take seconds.
 SHORT_CHAIN = 8
 _ROUNDS = 2  # in which groups adapt to their neighbours: a group sees only those next to it; each round solves all
+
+_DEAREST = 1e3  # the highest price of all of a host's memory, relative to the seconds of all layers
+_HOST_PRICES = 10  # bisections: of a price between 1e-3 and 1e3 they leave 1 %
+_TILT = 1.3  # of the price from the first layer to the last: equal layers would offload all or nothing
 
 Stages = tuple[tuple[int, int, Flight], ...]  # as `PipelineCuts.stages_of`
 
@@ -78,8 +82,35 @@ class GroupSolver:
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            self.known[key] = self._solve_chain(self._chain(stages, around, lone, fixed_bytes, lean))
+            self.known[key] = self._solve_on_host(stages, self._chain(stages, around, lone, fixed_bytes, lean))
         return self.known[key]
+
+    def _solve_on_host(self, stages: Stages, chain: Chain) -> tuple[int, ...]:
+        """The candidates of one group; if they offload more than the host has room for, those at the least price of
+        its memory, in seconds per byte, at which they don't.
+        """
+        costs = [(self.tables.layers[layer], flight.in_flight) for start, stop, flight in stages
+                 for layer in range(start, stop)]  # fmt: skip
+        limit_bytes = self.tables.host_limit_bytes
+
+        def fits(path: tuple[int, ...]) -> bool:
+            taken = (count * float(layer.host_bytes[row]) for (layer, count), row in zip(costs, path, strict=True))
+            return sum(taken) <= limit_bytes
+
+        best = self._solve_chain(chain)
+        if fits(best):
+            return best
+        whole_s = sum(float(layer.time_s[row]) for layer, row in zip(chain.layers, best, strict=True))
+        best = self._solve_chain(_with_host_price(chain, costs, _DEAREST * whole_s / max(limit_bytes, 1.0)))
+        low, high = 1 / _DEAREST, _DEAREST  # of a host's memory, relative to all seconds
+        for _ in range(_HOST_PRICES if fits(best) else 0):
+            middle = (low * high) ** 0.5
+            path = self._solve_chain(_with_host_price(chain, costs, middle * whole_s / max(limit_bytes, 1.0)))
+            if fits(path):
+                best, high = path, middle
+            else:
+                low = middle
+        return best
 
     def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
         path, peak_bytes = fastest_path(chain)
@@ -148,3 +179,13 @@ class GroupSolver:
                 if send.producer < start and not reads and max(send.readers) >= stop:
                     size += flight.in_flight * float(send.num_bytes[state])
         return size
+
+
+def _with_host_price(chain: Chain, costs: Sequence[tuple[LayerCosts, int]], price_s_per_byte: float) -> Chain:
+    """The chain with seconds for what each candidate offloads, with so many microbatches in flight."""
+    prices = price_s_per_byte * np.linspace(1, _TILT, len(costs))
+    triples = zip(chain.layers, costs, prices.tolist(), strict=True)
+    layers = (
+        replace(layer, time_s=layer.time_s + price * count * own.host_bytes) for layer, (own, count), price in triples
+    )
+    return replace(chain, layers=tuple(layers))

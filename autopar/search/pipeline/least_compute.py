@@ -50,7 +50,7 @@ def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -
     return LayerCosts(
         forward_s=np.full(2, forward_s), backward_s=np.full(2, backward_s), weight_s=np.array([0.0, weight_s]),
         step_s=nothing, static_bytes=nothing, saved_bytes=nothing, transient_bytes=nothing, split_bytes=nothing,
-        state_in=only, state_out=only, leave_s=nothing, return_s=nothing, begin_s=nothing,
+        state_in=only, state_out=only, leave_s=nothing, return_s=nothing, begin_s=nothing, host_bytes=nothing,
     )  # fmt: skip
 
 

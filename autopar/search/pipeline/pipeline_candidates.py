@@ -22,7 +22,7 @@ from autopar.plan import Decisions, Stage
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, StageCost
 from autopar.search.candidate_sets import CandidateSet
-from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
+from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
@@ -44,6 +44,7 @@ _TRIED_CUTS = 4  # ways to cut for each schedule: those for the other bounds on 
 _ESTIMATE_ERROR = 0.1
 _NEAR = 1.03  # of the first estimate of a shape: other cuts that seem to take no longer are tried too
 _MOST_SHAPES = 6  # of one pair of numbers are looked at: each takes 0.1 to 0.3 s
+_UNEVEN = 2.0  # the largest stage, in layers, over the mean: 61 layers in 32 stages make one of 2 and no more than that
 _REFINED = 4  # of the fastest, so many are looked around: about half a second each
 # Paths of equal seconds may divide them differently among the stages of a group, which makes up to 2 % of a step.  So
 # the first stages, or the last ones, are made to seem this much slower: enough to choose among equals, and little more.
@@ -96,6 +97,7 @@ class PipelineCandidate:
     rows: tuple[int, ...]
     stages: tuple[StageCost, ...]
     step_s: float
+    host_bytes: float
     actions: ScheduleActions = field(repr=False)
 
     @classmethod
@@ -105,7 +107,9 @@ class PipelineCandidate:
         """What comes of these candidates."""
         actions = cuts.shape.actions(schedules)
         stages = path_stages(choices.tables, cuts.shape, cuts.bounds, rows, actions)
-        return cls(choices, cuts, rows, stages, pipeline_step_s(cuts.shape, actions, stages), actions)
+        step_s = pipeline_step_s(cuts.shape, actions, stages)
+        host_bytes = path_host_bytes(choices.tables, cuts.shape, cuts.bounds, rows, actions)
+        return cls(choices, cuts, rows, stages, step_s, host_bytes, actions)
 
     @property
     def candidates(self) -> CandidateSet:
@@ -155,6 +159,11 @@ class PipelineCandidate:
         """Of the group that takes most."""
         return max(stage.peak_memory_bytes for stage in self.stages)
 
+    @property
+    def has_host_room(self) -> bool:
+        """Whether the hosts have room for the activations that it offloads."""
+        return self.host_bytes <= self.choices.tables.host_limit_bytes
+
 
 @dataclass(eq=False)
 class ShapeBound:
@@ -186,8 +195,12 @@ class PipelineResults:
 
     @property
     def fitting(self) -> list[PipelineCandidate]:
-        """Those that fit."""
-        return [each for each in self.found if each.peak_bytes <= self.limit_bytes]
+        """Those that fit on devices and hosts."""
+        return [each for each in self.found if self.fits(each)]
+
+    def fits(self, pipeline: PipelineCandidate) -> bool:
+        """Whether it fits on devices and hosts."""
+        return pipeline.peak_bytes <= self.limit_bytes and pipeline.has_host_room
 
     @property
     def best(self) -> PipelineCandidate | None:
@@ -199,6 +212,12 @@ class PipelineResults:
         """The smallest of those that don't fit."""
         too_large = (each for each in self.found if each.peak_bytes > self.limit_bytes)
         return min(too_large, key=lambda each: each.peak_bytes, default=None)
+
+    @property
+    def short_of_host(self) -> PipelineCandidate | None:
+        """Of those that fit on devices alone, the one that offloads least."""
+        short = (each for each in self.found if each.peak_bytes <= self.limit_bytes and not each.has_host_room)
+        return min(short, key=lambda each: each.host_bytes, default=None)
 
     @property
     def best_s(self) -> float:
@@ -286,11 +305,7 @@ def search_pipelines(
                 choices, guides = guided[idle[cuts.shape].split_gain]
                 pipeline = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
                 results.found.append(pipeline)
-                best_s = (
-                    pipeline.step_s
-                    if pipeline.peak_bytes <= results.limit_bytes and pipeline.step_s < best_s
-                    else best_s
-                )
+                best_s = min(best_s, pipeline.step_s) if results.fits(pipeline) else best_s
     return best_s
 
 
@@ -302,13 +317,42 @@ def _guided_tables(candidates: CandidateSet, whole: CostTables, idle: Mapping[Sh
     """For each gain of split backwards the most useful candidates, which are the same for all, and their fast paths."""
     shapes, gains = list(idle), sorted({each.split_gain for each in idle.values()})
     by_gain = {gain: _guide_paths(replace(whole, split_gain=gain), shapes) for gain in gains}
-    tables, rows = useful_candidates(whole, np.concatenate(list(by_gain.values())), _typical_flights(shapes), gains)
+    paths, flights = np.concatenate(list(by_gain.values())), _typical_flights(shapes)
+    is_host_short = _is_host_short(whole, shapes, paths)
+    if is_host_short:
+        paths = np.concatenate([paths, _guide_paths(_without_offloads(whole), shapes)])
+    tables, rows = useful_candidates(whole, paths, flights, gains, is_host_short=is_host_short)
     guided: _Guided = {}
     for gain, paths in by_gain.items():
         guides = np.stack([np.searchsorted(own, paths[:, layer]) for layer, own in enumerate(rows)], axis=1)
         choices = PipelineTables(candidates, replace(tables, split_gain=gain), rows)
         guided[gain] = choices, largest_first(tables, guides)
     return guided
+
+
+def _without_offloads(tables: CostTables) -> CostTables:
+    """The tables with candidates that offload so slow that they are only taken where there is no other."""
+    slow_s = sum(float(layer.total_s(1).max()) for layer in tables.layers)
+    known = {
+        id(layer): replace(layer, forward_s=layer.forward_s + slow_s * (layer.host_bytes > 0))
+        for layer in tables.layers
+    }
+    return replace(tables, layers=tuple(known[id(layer)] for layer in tables.layers))
+
+
+def _is_host_short(tables: CostTables, shapes: Sequence[Shape], paths: Indices) -> bool:
+    """Whether one of these paths may offload more than a host has room for, cut into stages of equal layers or nearly
+    so.
+    """
+    chosen = (layer.host_bytes[paths[:, index]] for index, layer in enumerate(tables.layers))
+    whole_bytes = float(sum(chosen, np.zeros(len(paths))).max())
+    loads = [0.0]  # of device groups: parts of the layers, times microbatches in flight
+    for shape in shapes:
+        by_group = Counter[int]()
+        for group, (in_flight, _) in zip(shape.groups, shape.flights, strict=True):
+            by_group[group] += in_flight
+        loads.append(max(by_group.values()) / shape.num_stages)
+    return _UNEVEN * max(loads) * whole_bytes > tables.host_limit_bytes
 
 
 def _ways_to_cut(
