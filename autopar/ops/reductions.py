@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
 from autopar.ops.pointwise import another_result
@@ -38,7 +39,6 @@ def _histogram(op: Op, operand_types: Types, result_types: Types) -> str:
 _SCANS: Mapping[str, Rule] = {
     "mode": "*, @-1 -> *-@, *-@",
     "kthvalue": "*, #, @-1 -> *-@, *-@",
-    "cumprod logcumsumexp": "*, @ -> *",
     "cummax cummin": "*, @ -> *, *",
     "topk": "*, #, @-1 -> *, *",
     "sort sort.stable": "*, @-1 -> *, *",
@@ -49,22 +49,31 @@ _SCANS: Mapping[str, Rule] = {
 }
 
 
-def _running_sum(op: Op, operand_types: Types, result_types: Types) -> str:
-    """cumsum(x, dim): the dim splits by a kernel that passes on the totals of slices."""
-    x, dim = operand_types[0], argument(op, 1, "dim")
-    if not x.shape or not isinstance(dim, int) or not x.is_floating or x.dtype != result_types[0].dtype:
-        return "*, @ -> * | plus 0"
-    names = [f"d{each}" for each in range(len(x.shape))]
-    dims = " ".join(names)
-    return f"{dims}, # -> {dims} | plus 0, by {names[dim]} running_sum"
+def _running(kernel: str, remark: str = "") -> Rule:
+    """cumsum(x, dim) and its like: the dim splits by a kernel that passes on the totals of slices."""
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str:
+        x, dim = operand_types[0], argument(op, 1, "dim")
+        if not x.shape or not isinstance(dim, int) or not x.is_floating or x.dtype != result_types[0].dtype:
+            return f"*, @ -> * | {remark}" if remark else "*, @ -> *"
+        names = [f"d{each}" for each in range(len(x.shape))]
+        dims = " ".join(names)
+        return f"{dims}, # -> {dims} | " + ", ".join(filter(None, [remark, f"by {names[dim]} {kernel}"]))
+
+    return rule
 
 
-def _passed_totals(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """The total of a slice goes round a ring; in backward so does that of its gradient."""
+def _passed_totals(op: Op, operands: Types, *, back: int) -> tuple[KernelCollective, ...]:
+    """The total of a slice goes round a ring; in backward so do `back` tensors like it."""
     x, dim = operands[0], argument(op, 1, "dim")
     assert isinstance(dim, int)
     forward = KernelCollective("send", "forward", 0, (dim % len(x.shape),), x.dtype, is_ring=True)
-    return forward, replace(forward, phase="backward", is_of_gradient=True)
+    return forward, replace(forward, phase="backward", count=back, is_of_gradient=True)
+
+
+def _running_family(target: str, kernel: str, back: int, remark: str = "") -> OpFamily:
+    kernels = {kernel: Kernel(partial(_passed_totals, back=back), is_on_one_axis=True)}
+    return OpFamily(aten({target: _running(kernel, remark)}), kernels=kernels)
 
 
 def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -75,7 +84,9 @@ def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
 FAMILIES = (
     OpFamily(aten(_TABLE), fuses=True),
     OpFamily(aten(_SCANS)),
-    OpFamily(aten({"cumsum": _running_sum}), kernels={"running_sum": Kernel(_passed_totals, is_on_one_axis=True)}),
+    _running_family("cumsum", "running_sum", 1, "plus 0"),
+    _running_family("cumprod", "running_product", 2),
+    _running_family("logcumsumexp", "running_log_sum", 2),
     OpFamily(
         aten(
             {

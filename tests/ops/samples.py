@@ -486,7 +486,9 @@ def _reductions() -> list[Sample]:
         sample("cumsum", ids(3, 4, 6), 1),
         sample("cumsum", x(4, 6), 1, dtype=torch.float32, tolerance=1e-5),
         sample("cumprod", u(4, 6), 0),
+        sample("cumprod", x(2, 12, 3) * (x(2, 12, 3) > -1), -2),  # with zeros
         sample("logcumsumexp", x(4, 6), 1),
+        sample("logcumsumexp", 50 * x(2, 12, 3), -2),
         sample("max", x(4, 6)),
         sample("min", x(4, 6)),
         sample("var", x(4, 6)),

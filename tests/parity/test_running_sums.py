@@ -23,14 +23,23 @@ class Recurrence(nn.Module):
         return (torch.exp(logs) * (torch.exp(-logs) * self.value(x)).cumsum(-2)).square().mean()
 
 
-def subject() -> Subject:
+class Products(Recurrence):
+    """The same with a product, and with sums of exponentials; some decays are zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = functional.relu(self.decay(x) + 1)
+        return (decay.cumprod(1) + self.value(x).logcumsumexp(-2)).square().mean()
+
+
+def subject(model: type[Recurrence]) -> Subject:
     torch.manual_seed(0)
-    return trained_alone(Recurrence().double(), {"x": torch.randn(1, 8, 6, dtype=torch.float64)})
+    return trained_alone(model().double(), {"x": torch.randn(1, 8, 6, dtype=torch.float64)})
 
 
+@pytest.mark.parametrize("model", [Recurrence, Products])
 @pytest.mark.parametrize("num_devices", [2, 4])
-def test_slices_of_the_sequence_pass_on_their_totals(num_devices: int) -> None:
-    who = subject()
+def test_slices_of_the_sequence_pass_on_their_totals(num_devices: int, model: type[Recurrence]) -> None:
+    who = subject(model)
     request = SearchRequest(constraints=(f"context={num_devices}",))
     plan = search(who.traced.program, num_devices, quick_prices(num_devices), request)
     factors = {
@@ -39,9 +48,10 @@ def test_slices_of_the_sequence_pass_on_their_totals(num_devices: int) -> None:
         for op, (factor,) in zip(
             who.traced.program.kinds[each.kind].ops, plan.strategies[each.strategy].assignments, strict=True
         )
-        if "cumsum" in op.target
+        if op.target.startswith(("aten.cum", "aten.logcum"))
     }
     assert factors == {"d1"}
     assert_parity(who, plan)
     sends = [each for each in rehearse(who, plan).collectives[0] if each.kind == "send"]
-    assert {each.num_bytes for each in sends} == {6 * 8}  # a total of 6 numbers
+    # A total of 6 numbers; back from a product, also the gradient of what comes from the slices before.
+    assert {each.num_bytes for each in sends} == ({6 * 8} if model is Recurrence else {6 * 8, 2 * 6 * 8})

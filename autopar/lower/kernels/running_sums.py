@@ -1,7 +1,8 @@
-"""Running sums along a dim that is split: every slice adds what the slices before it sum to."""
+"""Running sums and products along a dim that is split: slices combine their own with the totals of those before."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
 
-__all__ = ["running_sum"]
+__all__ = ["running_log_sum", "running_product", "running_sum"]
 
 
 def running_sum(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -47,9 +48,110 @@ class _RunningSum(torch.autograd.Function):
 
 def _total_of_others(shards: Shards, total: Tensor, *, before: bool) -> Tensor:
     """The sum of the totals of all slices before this one, or of all after it."""
-    travelling, found = total.contiguous(), torch.zeros_like(total)
-    for step in range(1, shards.count):
-        travelling = shards.start_passing(travelling).wait()
-        if (shards.index - step >= 0) == before:  # else it comes from a slice at the other end
-            found = found + travelling
+    found = torch.zeros_like(total)
+    for number, other in _from_others(shards, total, 1):
+        if (number <= shards.index) == before:  # else it comes from a slice at the other end
+            found = found + other
     return found
+
+
+def running_product(shards: Shards, x: Tensor, dim: int) -> Tensor:
+    """``cumprod`` of this device's slice of `x` in dim `dim`, which is the dim that is multiplied along.
+
+    Communicates as `running_sum`; in backward the gradient of what a slice gets from those before it travels with its
+    total.
+
+    Args:
+        shards: of that dim.
+        x: this device's equal slice.
+        dim: as in torch.
+    """
+    products = x.cumprod(dim)
+    return products * call_function(_ProductBefore, products.narrow(dim, x.shape[dim] - 1, 1), shards, dim)
+
+
+class _ProductBefore(torch.autograd.Function):
+    """The product of the totals t of all slices before this one, b = t[0] ... t[k - 1].
+
+    With the gradients g of all b, that of t[m] is b[m] times the sum over k > m of g[k] t[m + 1] ... t[k - 1]: no
+    division, so that zeros are no exception.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
+        before = torch.ones_like(total)
+        for number, other in _from_others(shards, total, 1):
+            if number <= shards.index:
+                before = before * other
+        ctx.shards, ctx.dim = shards, dim
+        ctx.save_for_backward(total, before)
+        return before
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        total, before = ctx.saved_tensors
+        shards: Shards = ctx.shards
+        found, between = torch.zeros_like(total), torch.ones_like(total)
+        for number, pair in _from_others(shards, torch.cat([gradients[0], total], ctx.dim), -1):
+            if shards.index + number < shards.count:
+                gradient, other = pair.chunk(2, ctx.dim)
+                found, between = found + gradient * between, between * other
+        return before * found, None, None
+
+
+def running_log_sum(shards: Shards, x: Tensor, dim: int) -> Tensor:
+    """``logcumsumexp`` of this device's slice of `x` in dim `dim`, which is the dim that is summed along.
+
+    Communicates as `running_product`.
+
+    Args:
+        shards: of that dim.
+        x: this device's equal slice.
+        dim: as in torch.
+    """
+    sums = x.logcumsumexp(dim)
+    before = call_function(_LogSumBefore, sums.narrow(dim, x.shape[dim] - 1, 1), shards, dim)
+    is_empty = before == -torch.inf  # where all slices before are, too; the gradient of logaddexp is NaN there
+    return torch.where(is_empty, sums, torch.logaddexp(sums, torch.where(is_empty, 0.0, before)))
+
+
+class _LogSumBefore(torch.autograd.Function):
+    """The logarithm of the sum of exponentials of all slices before this one, of their totals t; -inf of the first.
+
+    The gradient of t[m] is the sum over the slices k behind it of g[k] exp(t[m] - b[k]), with the gradient g of b.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
+        before = torch.full_like(total, -torch.inf)
+        for number, other in _from_others(shards, total, 1):
+            if number <= shards.index:
+                before = torch.logaddexp(before, other)
+        ctx.shards, ctx.dim = shards, dim
+        ctx.save_for_backward(total, before)
+        return before
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        total, before = ctx.saved_tensors
+        shards: Shards = ctx.shards
+        found = torch.zeros_like(total)
+        for number, pair in _from_others(shards, torch.cat([gradients[0], before], ctx.dim), -1):
+            if shards.index + number < shards.count:
+                gradient, other = pair.chunk(2, ctx.dim)
+                found = found + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
+        return found, None, None
+
+
+def _from_others(shards: Shards, x: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
+    """1, 2, ... and the `x` of the slice as many places before this one (`step` 1) or behind it (-1), round a ring."""
+    travelling = x.contiguous()
+    for number in range(1, shards.count):
+        travelling = shards.start_passing(travelling, step).wait()
+        yield number, travelling
