@@ -112,7 +112,6 @@ def halo_kernels(name: str, halos: Halos) -> dict[str, Kernel]:
         f"{name}{dim}": Kernel(
             partial(_exchanges, halos=halos, dim=dim),
             least=partial(_least, halos=halos, dim=dim),
-            is_on_one_axis=True,
             is_in_space=True,
         )
         for dim in SPACE_DIMS

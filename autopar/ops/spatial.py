@@ -113,7 +113,7 @@ def _roll_kernel(dim: int) -> Kernel:
     def least(op: Op, operands: Types) -> int:
         return abs(_shifts(op, operands).get(dim, 0))
 
-    return Kernel(sends, least=least, is_on_one_axis=True, is_in_space=True)
+    return Kernel(sends, least=least, is_in_space=True)
 
 
 _ROLLED_DIMS = (1, 2, 3)

@@ -54,7 +54,18 @@ def test_processes() -> None:
 
 def test_a_halo_comes_from_neighbours_alone() -> None:
     image, weight = operands()
-    with pytest.raises(ValueError, match="slices of 1 rows on 1 axes can't run a kernel of 5 rows"):
+    with pytest.raises(ValueError, match="slices of 1 rows can't run a kernel of 5 rows"):
         simulate(
             2, lambda c: KERNELS["halo_convolution2"](Shards(c, AXES), image[:, :, :1], weight, None, [1, 1], [2, 1])
         )
+
+
+@pytest.mark.parametrize("shift", [2, -1])
+def test_neighbours_on_several_axes(shift: int) -> None:
+    """Slices of 2 x 3 x 2 devices are rolled, as all of them are next to each other in a ring."""
+    axes = (Axis(2, 6), Axis(3, 2), Axis(2, 1))
+    x = torch.randn(2, 24, 3, dtype=torch.float64)
+    slices = simulate(
+        12, lambda c: KERNELS["halo_roll1"](Shards(c, axes), x.chunk(12, 1)[Shards(c, axes).index], shift, 1)
+    )
+    torch.testing.assert_close(torch.cat(slices, 1), x.roll(shift, 1), rtol=0, atol=0)

@@ -218,6 +218,18 @@ def test_two_images_on_four_devices() -> None:
     assert_parity(who, plan)
 
 
+@pytest.mark.parametrize("name", ["unet", "decoder"])
+def test_an_image_on_two_axes(name: str) -> None:
+    """Rows come from neighbours on the inner axis, or on the outer one."""
+    plan = plan_of(name, 4, "mesh=2x2", "context=4")
+    assert any(
+        {op.count(factor) for op in plan.strategies[each.strategy].assignments for factor in op if space_dim(factor)}
+        == {2}
+        for each in plan.layers
+    )
+    assert_parity(subject(name), plan)
+
+
 def test_a_batch_that_divides_is_not_split_in_space() -> None:
     """Halos cost what a split of the batch does not; and what does not divide is no option."""
     wide = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 16, 4, dtype=torch.float64)})

@@ -41,13 +41,26 @@ class Shards:
         return x
 
     def start_passing(self, x: Tensor, step: int = 1) -> Handle:
-        """Start to give `x` to the shard `step` places on, and to get that of the one as far before, round a ring on
-        one axis; a ring of one keeps its own.
+        """Start to give `x` to the shard `step` places on, 1 or -1, and to get that of the one before, round a ring.
+        A ring of one keeps its own.
+
+        On several axes, what has gone round a ring on the innermost one goes round one on those further out, too: a
+        shard at the end of an inner ring takes what comes from there.
         """
         if not self.axes:
             return Handle(lambda: x)
-        (axis,), place = self.axes, self.index
-        return self.communicator.start_permute(x, axis, (place + step) % axis.size, (place - step) % axis.size)
+        *outer, axis = self.axes
+        place = axis.coordinate(self.communicator.rank)
+        passing = self.communicator.start_permute(x, axis, (place + step) % axis.size, (place - step) % axis.size)
+        if not outer:
+            return passing
+
+        def wait() -> Tensor:
+            inside = passing.wait()
+            further = Shards(self.communicator, tuple(outer)).start_passing(inside, step).wait()
+            return further if place == (0 if step > 0 else axis.size - 1) else inside
+
+        return Handle(wait)
 
     def exchange_mirrored(self, x: Tensor) -> Tensor:
         """The `x` of the shard that is as far from the last one as this one is from the first, which gets ours.

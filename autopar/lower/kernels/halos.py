@@ -44,7 +44,7 @@ def _halo_convolution(  # noqa: PLR0913  (its arguments)
 ) -> Tensor:
     """``conv1d``, ``conv2d`` or ``conv3d`` of this device's slice of `x` in dim `dim`.
 
-    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on the one
+    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on each
     axis of `shards`.  The gradients of `weight` and `bias` are terms (``B``).
 
     Args:
@@ -112,8 +112,7 @@ def _halo_max_pool(
 def _halo_roll(dim: int, shards: Shards, x: Tensor, shifts: Numbers, dims: Numbers = ()) -> Tensor:
     """``roll`` of this device's slice of `x` in dim `dim`, which is one of `dims`.
 
-    Communicates a send of the rows that leave the slice, and backward one of their gradients, on the one axis of
-    `shards`.
+    Communicates a send of the rows that leave the slice, and backward one of their gradients, on each axis of `shards`.
 
     Args:
         dim: the dim of `x` that is split.
@@ -124,8 +123,8 @@ def _halo_roll(dim: int, shards: Shards, x: Tensor, shifts: Numbers, dims: Numbe
     """
     pairs = {each % x.ndim: shift for shift, each in zip(_tuple(shifts), _tuple(dims), strict=True)}
     shift = nearer_shift(pairs.pop(dim), x.shape[dim] * shards.count)
-    if len(shards.axes) > 1 or abs(shift) > x.shape[dim]:
-        raise ValueError(f"slices of {x.shape[dim]} rows on {len(shards.axes)} axes can't be rolled by {shift}")
+    if abs(shift) > x.shape[dim]:
+        raise ValueError(f"slices of {x.shape[dim]} rows can't be rolled by {shift}")
     rolled = torch.roll(x, list(pairs.values()), list(pairs)) if pairs else x
     return call_function(_Roll, rolled, shards, dim, shift) if shift else rolled
 
@@ -173,10 +172,8 @@ def slice_halo(shards: Shards, rows: int, kernel: int, stride: int, padding: int
         ValueError: slices of the input and of the result don't match, or the halo is larger than a slice.
     """
     halo = halo_of(rows * shards.count, rows * shards.count // stride, kernel, stride, padding, dilation)
-    if len(shards.axes) > 1 or halo is None or rows // stride < halo.least_rows:
-        raise ValueError(
-            f"slices of {rows} rows on {len(shards.axes)} axes can't run a kernel of {kernel} rows with stride {stride}"
-        )
+    if halo is None or rows // stride < halo.least_rows:
+        raise ValueError(f"slices of {rows} rows can't run a kernel of {kernel} rows with stride {stride}")
     return halo
 
 

@@ -96,7 +96,7 @@ def _halo_resize(
     """Linear or cubic interpolation of this device's slice of `x` in dim `dim`, by a whole factor.
 
     Communicates forward `reach` rows of `x`, a send to each neighbour, and backward their gradients if `x` has one, on
-    the one axis of `shards`.
+    each axis of `shards`.
 
     Args:
         dim: the dim of `x` that is split; at least 2.
@@ -129,5 +129,5 @@ halo_cubic2, halo_cubic3, halo_cubic4 = (partial(_halo_resize, dim, _CUBIC, 2) f
 
 
 def _check(shards: Shards, halo: Halo | None, rows: int) -> None:
-    if len(shards.axes) > 1 or halo is None or rows < halo.least_rows:
-        raise ValueError(f"slices of {rows} rows on {len(shards.axes)} axes can't be resized with a halo of {halo}")
+    if halo is None or rows < halo.least_rows:
+        raise ValueError(f"slices of {rows} rows can't be resized with a halo of {halo}")
