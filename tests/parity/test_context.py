@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
@@ -34,9 +36,9 @@ CASES = {
         (4, ("context=2", "data=2", "zero=2")),
         (8, ("context=2", "sequence=2", "data=2", "zero=3")),
     ),
-    "gpt2": ((4, ("context=4", "zero=3", "recompute=full")),),
-    "bert": ((2, ("context=2",)), (4, ("context=4",))),
-    "t5": ((4, ("context=4",)),),
+    "gpt2": ((4, ("context=4", "zero=3", "recompute=full")), (4, ("context=2", "sequence=2"))),
+    "bert": ((2, ("context=2",)), (4, ("context=4",)), (4, ("context=2", "sequence=2"))),
+    "t5": ((4, ("context=4",)), (4, ("context=2", "sequence=2"))),
     "plain_gpt": ((4, ("context=4",)),),
 }
 FAST = {("llama", 2), ("bert", 2)}
@@ -171,6 +173,34 @@ def test_a_degree_that_divides_no_tokens_is_refused():
     torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, model(**inputs).loss, rtol=1e-12, atol=0)
     program = trace(model, (), {"input_ids": ids, "labels": labels}).program
     forced_plan(program, 4, "context=4")
+
+
+class VideoTransformer(nn.Module):
+    """Attention between all patches of a video, modulated by a condition."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.patches, self.modulation = nn.Conv3d(4, width, (1, 2, 2), (1, 2, 2)), nn.Linear(8, 3 * width)
+        self.qkv, self.out, self.head = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, 16)
+
+    def forward(self, video: Tensor, condition: Tensor, target: Tensor) -> Tensor:
+        x = self.patches(video).flatten(2).transpose(1, 2)
+        shift, scale, gate = self.modulation(silu(condition)).unsqueeze(1).chunk(3, -1)
+        qkv = self.qkv(layer_norm(x, x.shape[-1:]) * (1 + scale) + shift)
+        q, k, v = qkv.view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return (self.head(x + gate * self.out(mixed)) - target).square().mean()
+
+
+@pytest.mark.slow
+def test_ring_and_ulysses_in_a_transformer_of_videos():
+    torch.manual_seed(0)
+    sizes = {"video": (2, 4, 2, 8, 8), "condition": (2, 8), "target": (2, 32, 16)}
+    inputs = {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+    who = trained_alone(VideoTransformer().double(), inputs)
+    plan = plan_of(who, "context=2", "sequence=2")
+    assert {label for each in plan.strategies for label in each.labels} >= {"context", "sequence (Ulysses)"}
+    assert_parity(who, plan)
 
 
 @cache

@@ -17,6 +17,7 @@ from autopar.api import trace_model
 from autopar.errors import ConstraintError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import StepReport
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops import family_of
 from autopar.ops.experts import EXPERTS
 from autopar.placement import local_shape
@@ -56,6 +57,8 @@ def make(name: str, products: str = "grouped_mm") -> tuple[nn.Module, dict[str, 
     if name == "gpt-oss":  # biases, and a gate whose halves alternate
         config = transformers.GptOssConfig(**sizes, head_dim=4, num_local_experts=4, sliding_window=4)
         return transformers.GptOssForCausalLM(config), inputs
+    if name == "olmoe":
+        return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, num_experts=8)), inputs
     config = transformers.DeepseekV3Config(  # sigmoid scores in groups, a shared expert, a layer without experts
         **{**sizes, "num_key_value_heads": 4}, moe_intermediate_size=8, n_routed_experts=8, n_group=4, topk_group=2,
         first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
@@ -192,6 +195,29 @@ def test_a_model_without_experts_has_none_to_split():
 def test_a_degree_that_divides_no_experts_is_refused(world_size: int, degree: int):
     with pytest.raises(ConstraintError, match=rf"do not divide over {degree} devices: choose one of 1, 2, 4$"):
         searched(subject("mixtral"), world_size, f"expert={degree}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "deepseek", "gpt-oss", "mixtral with padding"])
+@pytest.mark.parametrize("constraints", [("expert=2", "context=2"), ("expert=2", "context=2", "pipeline=2")])
+def test_experts_with_context_and_stages(name: str, constraints: tuple[str, ...]):
+    """Also with all tokens to one pair of experts (GPT-OSS), and with sequences of padding alone."""
+    model, inputs = make(name.split()[0])
+    if name == "gpt-oss":
+        for layer in model.model.layers:
+            layer.mlp.router.bias.data[2] += 10.0
+    if "padding" in name:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1:, 3:], mask[4:, 1:] = 0, 0
+        labels = inputs["labels"].masked_fill(mask == 0, -100)
+        labels[4:] = -100
+        inputs = {**inputs, "labels": labels, "attention_mask": mask}
+    who = trained_alone(model.double().train(), inputs)
+    world_size = 2 ** len(constraints)
+    request = SearchRequest(constraints=(*constraints, "microbatches=2"), schedules=schedule_actions)
+    plan = search(who.traced.program, world_size, quick_prices(world_size), request)
+    assert "dispatch" in _factors(who.traced.program, plan)
+    assert_parity(who, plan, priced=False)
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek", marks=pytest.mark.slow)])
