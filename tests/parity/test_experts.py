@@ -24,12 +24,13 @@ from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
+from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
 from autopar.trace.saves import SavesMeter
 from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, quick_prices, trained_alone
 
 # It defines transformers::grouped_mm_fallback; before transformers 5 experts are Python loops.
 pytest.importorskip("transformers.integrations.moe")
