@@ -209,6 +209,8 @@ def path_stages(
     for stop, (leaving, coming) in zip(bounds[1:], lone_copies(actions, shape.num_stages), strict=True):
         layers.forward_s[stop - 1] += leaving * tables.layers[stop - 1].leave_s[path[stop - 1]]
         layers.backward_s[stop - 1] += coming * tables.layers[stop - 1].return_s[path[stop - 1]]
+        # It is fetched while the last layer of another stage of the group runs, which is on the device as well then.
+        layers.transient_bytes[stop - 1] += tables.layers[stop - 1].host_bytes[path[stop - 1]]
     stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
     for tied in tables.tied:
         first: dict[int, int] = {}

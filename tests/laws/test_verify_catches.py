@@ -21,6 +21,7 @@ from autopar.lower.program import layer_ops
 from autopar.lower.run import call_executors, hoisted, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
+from autopar.planning import call_plans
 from autopar.program import Op, Option, Program
 from autopar.search import SearchRequest, search
 from autopar.step.local_program import local_program
@@ -59,7 +60,7 @@ def test_a_plan_that_was_made_on_the_meta_device_is_traced_as_it_was_planned() -
 
 
 def break_rule(monkeypatch: pytest.MonkeyPatch, target: str, change: Callable[[Option], Option]) -> None:
-    """Give every option of `target` to `change` while tracing."""
+    """Give every option of `target` to `change` while tracing, which other tests' traces can't stand for."""
 
     def broken(op: Op, *types: object) -> object:
         match = options_for(op, *types)  # type: ignore[arg-type]
@@ -68,6 +69,7 @@ def break_rule(monkeypatch: pytest.MonkeyPatch, target: str, change: Callable[[O
         return replace(match, options=tuple(map(change, match.options)))
 
     monkeypatch.setattr(factors, "options_for", broken)
+    monkeypatch.setattr(call_plans, "trace", trace)
 
 
 def test_a_wrong_rule_is_named_by_the_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,12 @@ class GroupSolver:
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
             last = self.tables.layers[stop - 1]
             alone_s = self.tables.num_microbatches * (leaving * last.leave_s + coming * last.return_s)
-            own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out] + alone_s)
+            # What the last layer offloads is fetched while another stage's last layer runs.
+            own[-1] = replace(
+                own[-1],
+                time_s=own[-1].time_s + behind[own[-1].state_out] + alone_s,
+                transient_bytes=own[-1].transient_bytes + last.host_bytes,
+            )
             if lean and number:
                 slower = {id(layer): replace(layer, time_s=layer.time_s * (1 + number * lean)) for layer in own}
                 own = [slower[id(layer)] for layer in own]

@@ -118,7 +118,10 @@ class PipelineSearch:
             _walk(own[at:], lambda other: attempt(groups, other))
             if (groups, count) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
                 _walk(own[at::-1], lambda other: attempt(groups, other))
-            return min(own, key=lambda other: (tried.get((groups, other), np.inf), -other))
+            # Where nothing fits, the most microbatches say how many to try with other numbers of groups: what is ruled
+            # out, as too slow, does not.
+            known = (other for other in own if (groups, other) in tried)
+            return min(known, key=lambda other: (min(tried[groups, other], _RULED_OUT_S), -other))
 
         ordered = sorted(groups for groups, own in counts.items() if own)
         groups, count = self.context.request.known.numbers
@@ -312,10 +315,10 @@ def _least_of(candidates: CandidateSet) -> Array:
 
 
 def _walk(values: list[int], attempt: Callable[[int], float]) -> None:
-    """Attempt value after value as long as that is faster."""
+    """Attempt value after value as long as that is faster; where nothing fits, go on."""
     best_s = np.inf
     for value in values:
         now_s = attempt(value)
-        if now_s >= best_s:
+        if now_s >= best_s and math.isfinite(best_s):
             return
-        best_s = now_s
+        best_s = min(best_s, now_s)

@@ -163,7 +163,7 @@ def choose_cuts(
     """
     rounds, flights = shape.num_stages // shape.num_groups, shape.flights
     budget = tables.limit_bytes / rounds
-    by_flight = {flight: _unit_seconds(spans, flight, budget) for flight in set(flights)}
+    by_flight = {flight: _unit_seconds(spans, flight, budget, tables.limit_bytes) for flight in set(flights)}
     seconds = np.stack([by_flight[flight] for flight in flights])
     least, _ = _divide(seconds, np.inf, sums=False)
     if not np.isfinite(least):
@@ -181,8 +181,11 @@ def choose_cuts(
     return [(value, PipelineCuts(shape, bounds)) for bounds, value in ranked]
 
 
-def _unit_seconds(spans: SpanCosts, flight: Flight, budget: float) -> Array:
-    """``[first layer, width - 1]``: the least seconds that seem to fit."""
+def _unit_seconds(spans: SpanCosts, flight: Flight, budget: float, limit_bytes: float) -> Array:
+    """``[first layer, width - 1]``: the least seconds that seem to fit within a stage's share of the memory, `budget`.
+
+    A layer that takes more by itself, as one with outputs for the caller may, takes from the shares of other stages.
+    """
     seconds, size = spans.seconds, spans.size(flight)
     least_s = np.where(size <= budget, seconds, np.inf).min(axis=0)
     if len(spans.paths) > 1:
@@ -192,6 +195,9 @@ def _unit_seconds(spans: SpanCosts, flight: Flight, budget: float) -> Array:
             between = seconds[1:] + np.clip(share, 0.0, 1.0) * (seconds[:-1] - seconds[1:])
         between[:, :, 0] = np.inf  # one layer can't be divided
         least_s = np.minimum(least_s, np.where(np.isfinite(between), between, np.inf).min(axis=0))
+    smallest = size[:, :, 0].argmin(axis=0), np.arange(len(least_s)), 0
+    is_alone = ~np.isfinite(least_s[:, 0]) & (size[smallest] <= limit_bytes)
+    least_s[:, 0] = np.where(is_alone, seconds[smallest], least_s[:, 0])
     return least_s
 
 
