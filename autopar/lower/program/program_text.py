@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -136,7 +136,7 @@ class LoweredProgram:
         for together in by_moves.values():
             names = [name for name, _ in together]
             joined = [
-                replace(same[0], num_bytes=sum(each.num_bytes for each in same))
+                same[0]._replace(num_bytes=sum(each.num_bytes for each in same))
                 for same in zip(*(buffers for _, buffers in together), strict=True)
             ]
             again = " (gathered again in backward)" if runner.strategy.zero == 3 and _gathers(joined) else ""

@@ -305,7 +305,7 @@ class ParallelModule(ModuleInspection):
             self._check_modes()
             known = self._executors.find(args, kwargs, is_training=self.training, part=part)
             # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
-            return None if known is None else (known[0], [_read(x) for x in known[1]])
+            return None if known is None else (known[0], [_read(x, but=(ShardedRows,)) for x in known[1]])
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
@@ -389,9 +389,9 @@ class ParallelModule(ModuleInspection):
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
 
 
-def _read(x: Any) -> Any:
-    """`x`, whole if it is an output that has not been read; what goes from call to call in parts stays so."""
-    return x.whole() if isinstance(x, LateTensor) and not isinstance(x, CarriedTensor) else x
+def _read(x: Any, *, but: tuple[type[LateTensor], ...] = ()) -> Any:
+    """`x`, whole if it is an output that has not been read; what goes from call to call in parts stays, and `but`."""
+    return x.whole() if isinstance(x, LateTensor) and not isinstance(x, (CarriedTensor, *but)) else x
 
 
 class _Whole(torch.autograd.Function):
