@@ -271,6 +271,8 @@ def _running_in_pieces(
     prices, training = settings.prices, settings.training
     if demands.pieces:
         by_way = {how: demanded_pieces(placed, demands.pieces, how) for how in recompute}
+        # Products that run again by themselves can't: to recompute them is no way around the demand.
+        by_way = {how: pieces for how, pieces in by_way.items() if pieces} or by_way
     else:
         by_way = best_pieces(placed, recompute, prices, training)
     hows: dict[_Pieces, list[str]] = {}
