@@ -50,7 +50,7 @@ class Groups:
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return float(self.packed.load.max(initial=0.0)) + self.fixed_s
+        return self.packed.most_s + self.fixed_s
 
 
 def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
@@ -112,7 +112,7 @@ class _Trial:
 
     @property
     def step_s(self) -> float:
-        return float(self.packed.load.max(initial=0.0)) + self.fixed_s
+        return self.packed.most_s + self.fixed_s
 
 
 def _microbatches(groups: Sequence[GroupCost], tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray, float]]:

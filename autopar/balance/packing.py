@@ -60,6 +60,11 @@ class Packed:
     load: np.ndarray
     left: np.ndarray
 
+    @property
+    def most_s(self) -> float:
+        """Seconds of the group with the most work."""
+        return float(self.load.max(initial=0.0))
+
     @classmethod
     def empty(cls, places: Places) -> Packed:
         """Nothing has a place yet."""

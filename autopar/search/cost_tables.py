@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_held
 from autopar.search.chain_dp import Chain, ChainLayer, Skip
+from autopar.step.actions import lone_copies
 from autopar.step.stage_costs import CostColumns, stage_costs
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "PipelineSend",
     "TiedParameter",
     "Transfer",
-    "lone_copies",
     "path_host_bytes",
     "path_stages",
     "useful_candidates",
@@ -234,22 +233,6 @@ def path_stages(
         return stages
     peaks = _peak_bounds(shape, bounds, layers, relayed_bytes, actions)
     return tuple(replace(stage, peak_memory_bytes=peaks[group]) for stage, group in zip(stages, groups, strict=True))
-
-
-@lru_cache(maxsize=64)
-def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float, float], ...]:
-    """Per stage, the share of microbatches whose copies to the host's memory at the end of its forward, and back before
-    its backward, overlap with nothing: the backward follows directly, or but one action later (`autopar.step.actions`).
-    """
-    counts = np.zeros((num_stages, 3))
-    for listed in actions:
-        computing = [action for action in listed if action.kind in ("F", "B", "I", "W")]
-        began = {(a.stage, a.microbatch): place for place, a in enumerate(computing) if a.kind == "F"}
-        for place, action in enumerate(computing):
-            if action.kind in ("B", "I"):
-                apart = place - began[action.stage, action.microbatch]
-                counts[action.stage] += apart <= 1, apart <= 2, 1
-    return tuple((leaving / max(1, every), coming / max(1, every)) for leaving, coming, every in counts.tolist())
 
 
 def path_host_bytes(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from autopar.plan import Decisions, LayerStrategy
@@ -35,7 +35,7 @@ from autopar.schedules.action_lists import Action, ScheduleActions, ScheduleSour
 from autopar.step.activation_policies import activation_policy, splits_backward
 from autopar.step.training import TrainingSpec, own_training
 
-__all__ = ["LayerAction", "LayerPolicy", "StepActions", "step_actions"]
+__all__ = ["LayerAction", "LayerPolicy", "StepActions", "lone_copies", "step_actions"]
 
 
 class LayerAction(NamedTuple):
@@ -318,6 +318,25 @@ def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]
         coming, came = (LayerAction(kind, *copies.fetch) for kind in ("FETCH", "WAIT_FETCH"))
         steps = [*steps[:last], coming, steps[last], came, *steps[last + 1 :]]
     return steps
+
+
+@lru_cache(maxsize=64)
+def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float, float], ...]:
+    """Per stage, the share of microbatches whose copies to the host's memory at the end of its forward, and back before
+    its backward, no neighbour makes (`StepActions.of`): the backward follows directly, or but one action later.
+    """
+    alone, totals = [[0, 0] for _ in range(num_stages)], [0] * num_stages
+    for listed in actions:
+        computing = [action for action in listed if action.kind in ("F", "B", "I", "W")]
+        began = {(a.stage, a.microbatch): place for place, a in enumerate(computing) if a.kind == "F"}
+        for place, action in enumerate(computing):
+            if action.kind in ("B", "I"):
+                apart = place - began[action.stage, action.microbatch]
+                alone[action.stage][0] += apart <= 1
+                alone[action.stage][1] += apart <= 2
+                totals[action.stage] += 1
+    pairs = zip(alone, totals, strict=True)
+    return tuple((leaving / max(1, total), coming / max(1, total)) for (leaving, coming), total in pairs)
 
 
 def _listed_alone(count: int, kinds: str, forwards_first: bool) -> tuple[Action, ...]:

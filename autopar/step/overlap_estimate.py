@@ -60,6 +60,11 @@ class Transfer(NamedTuple):
     free_s: float
     links: Links = Links.NODE | Links.NETWORK
 
+    @property
+    def passes_nodes(self) -> bool:
+        """Whether it goes on beside collectives inside nodes."""
+        return goes_on_beside(self.links, Links.NODE)
+
 
 class ComputingRuns(NamedTuple):
     """Seconds between collectives of activations that end a run of compute, in order.
@@ -111,8 +116,8 @@ class ParameterTransfer:
 
     def overlapped_s(self, runs: ComputingRuns) -> float:
         """What a sum counts, but a step doesn't show that computes so long at the same time, run by run."""
-        between = [each.free_s for each in self.together if goes_on_beside(each.links, Links.NODE)]
-        others = [each.free_s for each in self.together if not goes_on_beside(each.links, Links.NODE)]
+        between = [each.free_s for each in self.together if each.passes_nodes]
+        others = [each.free_s for each in self.together if not each.passes_nodes]
         hidden_s = _within_runs(others, runs.of_all)
         if between:
             # Both kinds share one queue and the same compute.

@@ -94,53 +94,52 @@ class Streams:
     def run(self, item: Item) -> None:
         """Compute, or communicate while nothing computes."""
         network = self._network
-        is_under_way = network.items and network.left_s < network.items[0].seconds
-        if item.is_collective and is_under_way and not goes_on_beside(network.items[0].links, item.links):
+        if self._holds_up(item) and network.left_s < network.items[0].seconds:  # it is under way
             self._end_first(network)
         start_s, left_s = self.now_s, item.seconds
         while left_s > 0 and (busy := self._beside(item)):
             first = min(busy, key=lambda queue: queue.left_s)
-            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in busy if self._slows(queue, item)))
+            # Copies to the host take none of a collective's speed.
+            slowing = [queue for queue in busy if queue is network or not item.is_collective]
+            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in slowing))
             done_s = speed * first.left_s  # of this item, until the first of what is under way ends
             if done_s > left_s:
-                passed_s = left_s / speed
-                for queue in busy:
-                    queue.left_s -= passed_s
-                self.now_s += passed_s
+                self._pass(busy, left_s / speed)
                 left_s = 0.0
             else:
                 left_s -= done_s
-                self._pass(busy, first)
+                self._pass(busy, first.left_s)
+                self._note_end(first, self.now_s)
         self.now_s += left_s
         self.ran.append(Ran(item, start_s, self.now_s))
 
+    def _holds_up(self, item: Item) -> bool:
+        """Whether the next collective of parameters and this item can't run at the same time."""
+        items = self._network.items
+        return item.is_collective and bool(items) and not goes_on_beside(items[0].links, item.links)
+
     def _beside(self, item: Item) -> list[_Queue]:
         """The queues that go on while the computing stream runs this item."""
-        network = self._network
-        waits = item.is_collective and network.items and not goes_on_beside(network.items[0].links, item.links)
-        return [queue for queue in (network, self._host) if queue.items and not (waits and queue is network)]
+        return [queue for queue in self._busy() if queue is self._host or not self._holds_up(item)]
 
-    def _slows(self, queue: _Queue, item: Item) -> bool:
-        """Whether what is under way in `queue` takes some of the item's speed: copies to the host take none of a
-        collective's.
-        """
-        return queue is self._network or not item.is_collective
-
-    def _pass(self, busy: Sequence[_Queue], first: _Queue) -> None:
-        """Let time pass until the first of these queues that go on has ended its item."""
-        passed_s = first.left_s
-        self.now_s += passed_s
-        for queue in busy:
-            if queue is not first:
-                queue.left_s -= passed_s
-        self._note_end(first, self.now_s)
+    def _busy(self) -> list[_Queue]:
+        return [queue for queue in (self._network, self._host) if queue.items]
 
     def _end_first(self, queue: _Queue) -> None:
         """Let time pass until the first of `queue` ends."""
-        other = self._host if queue is self._network else self._network
-        while other.items and other.left_s <= queue.left_s:
-            self._pass((queue, other), other)
-        self._pass((queue, other) if other.items else (queue,), queue)
+        done = False
+        while not done:
+            busy = self._busy()
+            first = min(busy, key=lambda each: (each.left_s, each is queue))
+            self._pass(busy, first.left_s)
+            self._note_end(first, self.now_s)
+            done = first is queue
+
+    def _pass(self, queues: Sequence[_Queue], seconds: float) -> None:
+        """Let these queues work for so many seconds."""
+        self.now_s += seconds
+        for queue in queues:
+            queue.left_s -= seconds
 
     def _note_end(self, queue: _Queue, stop_s: float) -> None:
         item = queue.end_first()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,10 +79,7 @@ class _ProductBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = torch.ones_like(total)
-        for number, other in _from_others(shards, total, 1):
-            if number <= shards.index:
-                before = before * other
+        before = _combined_before(shards, total, 1.0, torch.mul)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -93,12 +90,9 @@ class _ProductBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        shards: Shards = ctx.shards
         found, between = torch.zeros_like(total), torch.ones_like(total)
-        for number, pair in _from_others(shards, torch.cat([gradients[0], total], ctx.dim), -1):
-            if shards.index + number < shards.count:
-                gradient, other = pair.chunk(2, ctx.dim)
-                found, between = found + gradient * between, between * other
+        for gradient, other in _pairs_behind(ctx.shards, gradients[0], total, ctx.dim):
+            found, between = found + gradient * between, between * other
         return before * found, None, None
 
 
@@ -126,10 +120,7 @@ class _LogSumBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = torch.full_like(total, -torch.inf)
-        for number, other in _from_others(shards, total, 1):
-            if number <= shards.index:
-                before = torch.logaddexp(before, other)
+        before = _combined_before(shards, total, -torch.inf, torch.logaddexp)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -140,13 +131,29 @@ class _LogSumBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        shards: Shards = ctx.shards
         found = torch.zeros_like(total)
-        for number, pair in _from_others(shards, torch.cat([gradients[0], before], ctx.dim), -1):
-            if shards.index + number < shards.count:
-                gradient, other = pair.chunk(2, ctx.dim)
-                found = found + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
+        for gradient, other in _pairs_behind(ctx.shards, gradients[0], before, ctx.dim):
+            found = found + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
         return found, None, None
+
+
+def _combined_before(
+    shards: Shards, total: Tensor, empty: float, combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The totals of all slices before this one, combined; `empty` on the first."""
+    before = torch.full_like(total, empty)
+    for number, other in _from_others(shards, total, 1):
+        if number <= shards.index:
+            before = combine(before, other)
+    return before
+
+
+def _pairs_behind(shards: Shards, gradient: Tensor, other: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """`gradient` and `other`, which travel together along `dim`, of the slices behind this one, the nearest first."""
+    for number, pair in _from_others(shards, torch.cat([gradient, other], dim), -1):
+        if shards.index + number < shards.count:
+            first, second = pair.chunk(2, dim)
+            yield first, second
 
 
 def _from_others(shards: Shards, x: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from autopar.schedules import Flight
 from autopar.schedules.action_lists import ScheduleActions
 from autopar.search.chain_dp import Chain, ChainLayer
-from autopar.search.cost_tables import CostTables, LayerCosts, lone_copies
+from autopar.search.cost_tables import CostTables, LayerCosts
 from autopar.search.lagrangian import fastest_path, fastest_paths
 from autopar.search.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
+from autopar.step.actions import lone_copies
 
 __all__ = ["SHORT_CHAIN", "GroupSolver"]
 

@@ -21,7 +21,7 @@ __all__ = ["PipelineDemands", "pipeline_demands"]
 _ROUNDS = (1, 2, 3, 4, 6, 8)
 _FEW_ROUNDS = 3
 _LONG_STAGE = 2
-_UNEVEN = 1.2  # of the layers of the longest stage, relative to the mean
+_LONGEST_STAGE = 1.2  # of the layers of the longest stage, relative to the mean
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class PipelineDemands:
         Without `splits` no layer has a backward in two parts, as compiled ones.  Schedules that split it gain nothing
         then, but for those in the form of a V: the first group also has the last stage, which evens out memory.
         """
-        numbers = [self.stages] if self.stages else [rounds * groups for rounds in _ROUNDS]
-        if not self.stages:
-            numbers = [n for n in numbers if n <= _FEW_ROUNDS * groups or _has_even_stages(num_layers / n)]
+        usual = (rounds * groups for rounds in _ROUNDS)
+        few = (n for n in usual if n <= _FEW_ROUNDS * groups or _has_even_stages(num_layers / n))
+        numbers = [self.stages] if self.stages else list(few)
         for schedule in schedule_names():
             record = find_schedule(schedule)
             if not self._may_run(record, splits=splits) or not (has_loss or record.forwards_first):
@@ -141,7 +141,7 @@ def _explain(demands: PipelineDemands, world_size: int) -> str:
 
 def _has_even_stages(mean_layers: float) -> bool:
     """Whether stages of so many layers on average take about equally long."""
-    return mean_layers >= _LONG_STAGE or math.ceil(mean_layers) <= _UNEVEN * mean_layers
+    return mean_layers >= _LONG_STAGE or math.ceil(mean_layers) <= _LONGEST_STAGE * mean_layers
 
 
 def _read_cuts(constraints: Constraints, program: Program) -> tuple[int, ...]:
