@@ -321,7 +321,9 @@ class _Simulation:
             else:
                 microbatch = instance.action.microbatch if instance.action else -1
                 for ran in instance.ran:
-                    yield _event(instance.group, ran, microbatch, instance.start_s)
+                    # A copy may be one that another action left to this one, of another microbatch.
+                    is_copy = STREAM_OF.get(ran.item.category) == "host"
+                    yield _event(instance.group, ran, -1 if is_copy else microbatch, instance.start_s)
         for group, ran in self.between:
             yield _event(group, ran, -1)
         for spans in self.timeline.spans:
