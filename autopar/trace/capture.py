@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any, cast
 
@@ -195,11 +196,8 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
 
 
 def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
-    def note(text: str) -> Callable[[], None]:
-        return lambda: wrapper.records.notes_once.update({text: None})
-
-    def note_check(text: str) -> None:
-        note(text)()
+    def note(text: str) -> None:
+        wrapper.records.notes_once.update({text: None})
 
     def note_item() -> None:
         wrapper.records.items.append(user_line())
@@ -210,12 +208,14 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
             warnings.filterwarnings("ignore", message="torch.compile is ignored when called inside torch.export")
             with ExitStack() as patches:
-                patches.enter_context(torch_internals.intercept_autograd_functions(call_as_op, note(_CHECKPOINTS)))
-                patches.enter_context(dense_flex_attention(note(_FLEX_ATTENTION)))
+                patches.enter_context(
+                    torch_internals.intercept_autograd_functions(call_as_op, partial(note, _CHECKPOINTS))
+                )
+                patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
                 patches.enter_context(traced_ctc_losses())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
-                patches.enter_context(passed_checks(note_check))
+                patches.enter_context(passed_checks(note))
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.known_constants(_MOST_ENTRIES))
                 patches.enter_context(_unlogged())
