@@ -91,6 +91,21 @@ def test_what_pipelines_offload_fits_on_hosts(seed: int) -> None:
     assert nothing.short_of_host is not None
 
 
+@pytest.mark.parametrize(("seed", "best_known_s"), [(2, 68.6), (3, 67.2), (7, 60.0)])
+def test_stages_that_turn_out_too_large_are_cut_otherwise(seed: int, best_known_s: float) -> None:
+    """Equal layers in half of the memory that they would use: none of the cuts that seem best at first fits."""
+    shape = Shape("1f1b", 4, 4, 8)
+    tables = replace(make_tables(seed, 10, 3, shape.num_microbatches), skips=(), tied=())
+    tables = replace(tables, layers=tables.layers[:1] * 10)
+    free = search_shapes(tables, shape).best
+    smallest = search_shapes(replace(tables, limit_bytes=0.0), shape).smallest
+    assert free is not None
+    assert smallest is not None
+    found = search_shapes(replace(tables, limit_bytes=(free.peak_bytes + smallest.peak_bytes) / 2), shape)
+    assert found.best is not None
+    assert found.best.step_s <= best_known_s
+
+
 def test_uneven_costs_give_uneven_cuts() -> None:
     tables = make_tables(3, 8, 1, 16)
     heavy = tables.layers[7]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from autopar.schedules import Flight, Shape
 from autopar.search.cost_tables import CostTables
 
-__all__ = ["PipelineCuts", "SpanCosts", "choose_cuts", "largest_first", "span_costs"]
+__all__ = ["PipelineCuts", "SpanCosts", "StageEstimates", "largest_first", "span_costs"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -154,39 +155,85 @@ def _tied_bytes(tables: CostTables, num_layers: int, widest: int) -> Array:
     return total_bytes
 
 
-def choose_cuts(
-    tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float
-) -> list[tuple[float, PipelineCuts]]:
-    """Ways to cut with about how long a step takes, the one that seems fastest first.
+@dataclass(frozen=True, eq=False)
+class StageEstimates:
+    """How long the stages of one shape take, wherever it is cut: estimates, until stages are solved.
 
-    If nothing seems to fit, the one whose largest stage is smallest.
+    Args:
+        shape: how it runs.
+        num_microbatches: of a step.
+        fill_share: as `Idle.fill_share`.
+        seconds: ``[stage, first layer, width - 1]``, of one microbatch; infinite where a stage does not seem to fit.
+        smallest_bytes: of the same stages, what they take at least.
     """
-    rounds, flights = shape.num_stages // shape.num_groups, shape.flights
-    budget = tables.limit_bytes / rounds
-    by_flight = {flight: _unit_seconds(spans, flight, budget, tables.limit_bytes) for flight in set(flights)}
-    seconds = np.stack([by_flight[flight] for flight in flights])
-    least, _ = _divide(seconds, np.inf, sums=False)
-    if not np.isfinite(least):
-        sizes = np.stack([spans.size(flight).min(axis=0) for flight in flights])
-        return [(np.inf, PipelineCuts(shape, _divide(sizes, np.inf, sums=False)[1]))]
-    step_s: dict[tuple[int, ...], float] = {}
-    for slack in _SLACK:
-        total, bounds = _divide(seconds, least * slack * (1 + 1e-9), sums=True)
-        slowest = max(
-            float(seconds[index, start, stop - start - 1])
-            for index, (start, stop) in enumerate(itertools.pairwise(bounds))
-        )
-        step_s[bounds] = (tables.num_microbatches - 1) * rounds * slowest + fill_share * total
-    ranked = sorted(step_s.items(), key=lambda item: item[1])
-    return [(value, PipelineCuts(shape, bounds)) for bounds, value in ranked]
+
+    shape: Shape
+    num_microbatches: int
+    fill_share: float
+    seconds: Array
+    smallest_bytes: Array
+
+    @classmethod
+    def of(cls, tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float) -> StageEstimates:
+        """Those by the paths of `spans`."""
+        flights, budget = shape.flights, tables.limit_bytes / (shape.num_stages // shape.num_groups)
+        sizes = {flight: spans.size(flight) for flight in set(flights)}
+        by_flight = {flight: _unit_seconds(spans, size, budget, tables.limit_bytes) for flight, size in sizes.items()}
+        seconds = np.stack([by_flight[flight] for flight in flights])
+        smallest = {flight: size.min(axis=0) for flight, size in sizes.items()}
+        return cls(shape, tables.num_microbatches, fill_share, seconds, np.stack([smallest[f] for f in flights]))
+
+    def correct(
+        self, tables: CostTables, cuts: PipelineCuts, path: Sequence[int], peaks_bytes: Sequence[float]
+    ) -> None:
+        """Stages take what the candidates of this path do, which were chosen for these cuts, and so do stages of the
+        same layers elsewhere; those with fewer microbatches in flight take no longer.
+
+        A stage that is alone on its device group is ruled out if its peak is above the limit.
+        """
+        unit_s = _along_paths(tables, np.array([path], dtype=np.intp))[0][0]
+        layers, flights = [id(each) for each in tables.layers], self.shape.flights
+        is_alone = self.shape.num_stages == self.shape.num_groups
+        spans = itertools.pairwise(cuts.bounds)
+        for own, (start, stop), peak_bytes in zip(flights, spans, peaks_bytes, strict=True):
+            seconds, width, fits = float(unit_s[start:stop].sum()), stop - start, peak_bytes <= tables.limit_bytes
+            if not fits and not is_alone:
+                continue
+            firsts = [n for n in range(len(layers) - width + 1) if layers[n : n + width] == layers[start:stop]]
+            for stage, flight in enumerate(flights):
+                known = self.seconds[stage, firsts, width - 1]
+                if flight == own:
+                    self.seconds[stage, firsts, width - 1] = seconds if fits else np.inf
+                elif fits and flight.in_flight <= own.in_flight and flight.split <= own.split:
+                    self.seconds[stage, firsts, width - 1] = np.minimum(known, seconds)
+
+    def ways_to_cut(self) -> list[tuple[float, PipelineCuts]]:
+        """A few ways to cut with about how long a step takes, the one that seems fastest first.
+
+        If nothing seems to fit, the one whose largest stage is smallest.
+        """
+        rounds = self.shape.num_stages // self.shape.num_groups
+        least_s, _ = _divide(self.seconds, np.inf, sums=False)
+        if not np.isfinite(least_s):
+            return [(np.inf, PipelineCuts(self.shape, _divide(self.smallest_bytes, np.inf, sums=False)[1]))]
+        step_s: dict[tuple[int, ...], float] = {}
+        for slack in _SLACK:
+            total_s, bounds = _divide(self.seconds, least_s * slack * (1 + 1e-9), sums=True)
+            slowest_s = max(
+                float(self.seconds[index, start, stop - start - 1])
+                for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+            )
+            step_s[bounds] = (self.num_microbatches - 1) * rounds * slowest_s + self.fill_share * total_s
+        ranked = sorted(step_s.items(), key=lambda item: item[1])
+        return [(value, PipelineCuts(self.shape, bounds)) for bounds, value in ranked]
 
 
-def _unit_seconds(spans: SpanCosts, flight: Flight, budget: float, limit_bytes: float) -> Array:
+def _unit_seconds(spans: SpanCosts, size: Array, budget: float, limit_bytes: float) -> Array:
     """``[first layer, width - 1]``: the least seconds that seem to fit within a stage's share of the memory, `budget`.
 
     A layer that takes more by itself, as one with outputs for the caller may, takes from the shares of other stages.
     """
-    seconds, size = spans.seconds, spans.size(flight)
+    seconds = spans.seconds
     least_s = np.where(size <= budget, seconds, np.inf).min(axis=0)
     if len(spans.paths) > 1:
         with np.errstate(divide="ignore", invalid="ignore"):
