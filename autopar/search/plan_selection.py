@@ -12,6 +12,7 @@ not be there: a pipeline must be faster than what runs without stages by more th
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
 # Simulated seconds of a plan without stages are at least this fraction of the estimated ones: of 2,400 paths of
 # decoders of 8B, 70B and 405B parameters and a mixture of experts the smallest was 0.903.
 _LOW = 0.9
+# A search counts up to a tenth less for some device groups than the walk through the step finds: with so much less for
+# them, what it chooses mostly fits.
+_TIMES_SHRUNK = 2
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
 _ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
@@ -65,8 +69,8 @@ def select_plan(
     caller's to fill in.
 
     What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
-    any one moment; where the walk through the step finds more all the same, a plan doesn't fit.  `limit_bytes` leaves
-    out the batch, of `batch_bytes`, which the walk counts.
+    any one moment; where the walk through the step finds more all the same, a plan doesn't fit, and a pipeline is made
+    smaller.  `limit_bytes` leaves out the batch, of `batch_bytes`, which the walk counts.
 
     Raises:
         HostMemoryError: what fits on devices offloads more than their hosts have room for.
@@ -78,22 +82,22 @@ def select_plan(
     too_large: list[float] = []
     shortages: list[str] = []  # of the hosts' memory
     simulated: list[Shape] = []
-    settings: set[tuple[int, int]] = set()  # of pipelines: device groups and microbatches
     flat = list(_without_stages(searched, limit_bytes))
-    for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
-        if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)):
-            continue
-        if best is not None and request.on_final is None and candidate.is_slower(best):
+    queue = sorted([*flat, *_with_stages(pipelines)], key=_seconds_of)
+    while queue:
+        candidate = queue.pop(0)
+        if best is not None and not _is_worth_simulating(candidate, best, simulated, request):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
             shortages.append(short)
             too_large.append(plan.peak_memory_bytes)
+            if smaller := candidate.shrunk(limit_bytes + batch_bytes):
+                bisect.insort(queue, smaller, key=_seconds_of)
             continue
-        is_new = candidate.shape is None or _setting_of(candidate.shape) not in settings
+        is_new = candidate.shape is None or _setting_of(candidate.shape) not in map(_setting_of, simulated)
         if candidate.shape is not None:
             simulated.append(candidate.shape)
-            settings.add(_setting_of(candidate.shape))
         # Who asks may time the layers of each: pipelines of one setting have nearly the same.
         if request.on_final is not None and (is_new or best is None or _order(plan) < _order(best)):
             request.on_final(plan)
@@ -143,6 +147,8 @@ class _PlanCandidate:
     shape: Shape | None = None
     known: dict[int, Plan] = field(default_factory=dict[int, Plan])
     number: int = 0  # in `known`
+    pipeline: PipelineCandidate | None = None
+    times_shrunk: int = 0
 
     @cached_property
     def pricing(self) -> StepPricing:
@@ -170,6 +176,19 @@ class _PlanCandidate:
         short = host_shortage(plan, self.context.prices)
         return short if short or plan.peak_memory_bytes > allowed_bytes else None
 
+    def shrunk(self, allowed_bytes: float) -> _PlanCandidate | None:
+        """The pipeline with smaller device groups where they are too large; None if that is not tried (again)."""
+        excess = {
+            stage.group: cost.peak_memory_bytes - allowed_bytes
+            for stage, cost in zip(self.pricing.decisions.stages, self.simulate().prediction.stages, strict=True)
+            if cost.peak_memory_bytes > allowed_bytes
+        }
+        if self.pipeline is None or not excess or self.times_shrunk == _TIMES_SHRUNK:
+            return None
+        assert self.context.request.schedules is not None
+        smaller = self.pipeline.shrunk(excess, self.context.request.schedules)
+        return _candidate_of(smaller, self.times_shrunk + 1)
+
 
 def _without_stages(searched: Iterable[SingleStagePaths], limit_bytes: float) -> Iterator[_PlanCandidate]:
     for paths in searched:
@@ -191,9 +210,15 @@ def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
         yield _candidate_of(pipeline)
 
 
-def _candidate_of(pipeline: PipelineCandidate) -> _PlanCandidate:
-    context = pipeline.candidates.context
-    return _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
+def _candidate_of(pipeline: PipelineCandidate, times_shrunk: int = 0) -> _PlanCandidate:
+    return _PlanCandidate(
+        pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape,
+        pipeline=pipeline, times_shrunk=times_shrunk,
+    )  # fmt: skip
+
+
+def _seconds_of(candidate: _PlanCandidate) -> float:
+    return candidate.visible_s
 
 
 def preferred_s(plan: Plan) -> float:
@@ -204,6 +229,15 @@ def preferred_s(plan: Plan) -> float:
 def replaced_by_stages_s(plan: Plan) -> float:
     """The step time below which a pipeline is chosen instead of the plan, both as simulated."""
     return preferred_s(plan) / STAGES_GAIN
+
+
+def _is_worth_simulating(
+    candidate: _PlanCandidate, best: Plan, simulated: Sequence[Shape], request: SearchRequest
+) -> bool:
+    """Whether it may replace `best`, after the pipelines that were simulated before it."""
+    if not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated):
+        return False
+    return request.on_final is not None or not candidate.is_slower(best)
 
 
 def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -> bool:

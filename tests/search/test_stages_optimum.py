@@ -106,6 +106,19 @@ def test_stages_that_turn_out_too_large_are_cut_otherwise(seed: int, best_known_
     assert found.best.step_s <= best_known_s
 
 
+def test_device_groups_are_made_smaller_by_what_they_are_over_the_limit() -> None:
+    """As where the walk through a step finds more than the search counts."""
+    shape = Shape("1f1b", 2, 2, 4)
+    best = search_shapes(make_tables(1, 6, 3, 4), shape).best
+    assert best is not None
+    first, last = (stage.peak_memory_bytes for stage in best.stages)
+    smaller = best.shrunk({0: 0.1 * first}, schedule_actions)
+    assert smaller.cuts == best.cuts
+    assert smaller.stages[0].peak_memory_bytes <= 0.9 * first
+    assert smaller.stages[1].peak_memory_bytes == pytest.approx(last, rel=0.1)
+    assert smaller.step_s > best.step_s
+
+
 def test_uneven_costs_give_uneven_cuts() -> None:
     tables = make_tables(3, 8, 1, 16)
     heavy = tables.layers[7]

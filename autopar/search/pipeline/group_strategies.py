@@ -6,7 +6,7 @@ Transfers between stages of different groups are priced by the neighbours' state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -48,11 +48,17 @@ class GroupSolver:
     chains: dict[Flight, Chain] = field(default_factory=dict[Flight, Chain])
 
     def solve(
-        self, cuts: PipelineCuts, guide: Sequence[int], actions: ScheduleActions, lean: float = 0.0
+        self,
+        cuts: PipelineCuts,
+        guide: Sequence[int],
+        actions: ScheduleActions,
+        lean: float = 0.0,
+        limits_bytes: Mapping[int, float] | None = None,
     ) -> tuple[int, ...]:
         """The candidate of every layer; where nothing fits, those that take the least memory.
 
-        Each stage of a group seems slower than the one before it by the share `lean`.
+        Each stage of a group seems slower than the one before it by the share `lean`.  The limits are those of groups
+        that have another one than the tables'.
         """
         path, groups = tuple(guide), cuts.shape.groups
         alone = lone_copies(actions, cuts.shape.num_stages)
@@ -62,7 +68,9 @@ class GroupSolver:
                 stages = cuts.stages_of(group)
                 lone = tuple(each for own, each in zip(groups, alone, strict=True) if own == group)
                 layers = [layer for start, stop, _ in stages for layer in range(start, stop)]
-                for layer, candidate in zip(layers, self._solve_group(stages, path, lone, lean), strict=True):
+                limit_bytes = (limits_bytes or {}).get(group, self.tables.limit_bytes)
+                chosen = self._solve_group(stages, path, lone, lean, limit_bytes)
+                for layer, candidate in zip(layers, chosen, strict=True):
                     solved[layer] = candidate
             if tuple(solved) == path:
                 break
@@ -70,12 +78,18 @@ class GroupSolver:
         return path
 
     def _solve_group(
-        self, stages: Stages, path: tuple[int, ...], lone: tuple[tuple[float, float], ...], lean: float
+        self,
+        stages: Stages,
+        path: tuple[int, ...],
+        lone: tuple[tuple[float, float], ...],
+        lean: float,
+        limit_bytes: float,
     ) -> tuple[int, ...]:
         around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
             fixed_bytes,
+            limit_bytes,
             lean,
             lone,
             *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
@@ -83,10 +97,11 @@ class GroupSolver:
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            self.known[key] = self._solve_on_host(stages, self._chain(stages, around, lone, fixed_bytes, lean))
+            chain = self._chain(stages, around, lone, fixed_bytes, lean)
+            self.known[key] = self._solve_on_host(stages, chain, limit_bytes)
         return self.known[key]
 
-    def _solve_on_host(self, stages: Stages, chain: Chain) -> tuple[int, ...]:
+    def _solve_on_host(self, stages: Stages, chain: Chain, device_bytes: float) -> tuple[int, ...]:
         """The candidates of one group; if they offload more than the host has room for, those at the least price of
         its memory, in seconds per byte, at which they don't.
         """
@@ -98,29 +113,31 @@ class GroupSolver:
             taken = (count * float(layer.host_bytes[row]) for (layer, count), row in zip(costs, path, strict=True))
             return sum(taken) <= limit_bytes
 
-        best = self._solve_chain(chain)
+        best = self._solve_chain(chain, device_bytes)
         if fits(best):
             return best
         whole_s = sum(float(layer.time_s[row]) for layer, row in zip(chain.layers, best, strict=True))
-        best = self._solve_chain(_with_host_price(chain, costs, _DEAREST * whole_s / max(limit_bytes, 1.0)))
+        dearest = _with_host_price(chain, costs, _DEAREST * whole_s / max(limit_bytes, 1.0))
+        best = self._solve_chain(dearest, device_bytes)
         low, high = 1 / _DEAREST, _DEAREST  # of a host's memory, relative to all seconds
         for _ in range(_HOST_PRICES if fits(best) else 0):
             middle = (low * high) ** 0.5
-            path = self._solve_chain(_with_host_price(chain, costs, middle * whole_s / max(limit_bytes, 1.0)))
+            priced = _with_host_price(chain, costs, middle * whole_s / max(limit_bytes, 1.0))
+            path = self._solve_chain(priced, device_bytes)
             if fits(path):
                 best, high = path, middle
             else:
                 low = middle
         return best
 
-    def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
+    def _solve_chain(self, chain: Chain, limit_bytes: float) -> tuple[int, ...]:
         path, peak_bytes = fastest_path(chain)
-        if peak_bytes <= self.tables.limit_bytes:
+        if peak_bytes <= limit_bytes:
             return tuple(path.tolist())
-        limited = limited_path(chain, self.tables.limit_bytes) if len(chain.layers) <= SHORT_CHAIN else None
+        limited = limited_path(chain, limit_bytes) if len(chain.layers) <= SHORT_CHAIN else None
         if limited is None:
             pool = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
-            best = pool.best(self.tables.limit_bytes)
+            best = pool.best(limit_bytes)
             limited = pool.paths[pool.smallest() if best < 0 else best]
         return tuple(limited.tolist())
 

@@ -130,6 +130,13 @@ class PipelineCandidate:
         """The same cuts with other candidates; `lean` as in `GroupSolver.solve`."""
         return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, lean)
 
+    def shrunk(self, excess_bytes: Mapping[int, float], schedules: ScheduleSource) -> PipelineCandidate:
+        """The same cuts with candidates that make the peak of these device groups smaller, by so many bytes."""
+        peaks_bytes = dict(zip(self.shape.groups, (each.peak_memory_bytes for each in self.stages), strict=True))
+        limits_bytes = {group: peaks_bytes[group] - excess for group, excess in excess_bytes.items()}
+        rows = self.choices.solver.solve(self.cuts, self.rows, self.actions, limits_bytes=limits_bytes)
+        return PipelineCandidate.of(self.choices, self.cuts, rows, schedules)
+
     def decisions(self) -> Decisions:
         """As a plan has them."""
         spans = zip(itertools.pairwise(self.cuts.bounds), self.shape.groups, strict=True)
