@@ -62,12 +62,12 @@ def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
     """What is known of a result; None unless its longer dims are those that rules account for."""
     long, short = (kind.shape for kind in kinds)
     is_of_labels = carries_labels(pair, place)
-    found = {
+    known = {
         dim: longer._replace(is_of_labels=is_of_labels)
         for (which, dim), longer in pair.made.items() if which == place
     }  # fmt: skip
     differs = {dim for dim, (a, b) in enumerate(zip(long, short, strict=False)) if a != b}
-    return found if found.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
+    return known if known.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
 
 
 def _split(pair: OpPair, option: Option) -> None:
@@ -109,15 +109,15 @@ def _is_nothing_beyond(pair: OpPair, cut: set[tuple[int, int]]) -> bool:
 def _differing(op: Op, other: Op) -> set[int | str]:
     """The arguments whose literals differ."""
     one, two = op.with_numbered_operands(), other.with_numbered_operands()
-    found: set[int | str] = {place for place in range(max(len(one.args), len(two.args)))
-                             if not _alike(one.args[place : place + 1], two.args[place : place + 1])}  # fmt: skip
+    differing: set[int | str] = {place for place in range(max(len(one.args), len(two.args)))
+                                 if not _equal(one.args[place : place + 1], two.args[place : place + 1])}  # fmt: skip
     first, second = dict(one.kwargs), dict(two.kwargs)
-    return found | {key for key in first.keys() | second.keys() if not _alike(first.get(key), second.get(key))}
+    return differing | {key for key in first.keys() | second.keys() if not _equal(first.get(key), second.get(key))}
 
 
-def _alike(a: Arg, b: Arg) -> bool:
+def _equal(a: Arg, b: Arg) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 

@@ -48,11 +48,11 @@ class _RunningSum(torch.autograd.Function):
 
 def _total_of_others(shards: Shards, total: Tensor, *, before: bool) -> Tensor:
     """The sum of the totals of all slices before this one, or of all after it."""
-    found = torch.zeros_like(total)
+    others = torch.zeros_like(total)
     for number, other in _from_others(shards, total, 1):
         if (number <= shards.index) == before:  # else it comes from a slice at the other end
-            found = found + other
-    return found
+            others = others + other
+    return others
 
 
 def running_product(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -90,10 +90,10 @@ class _ProductBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        found, between = torch.zeros_like(total), torch.ones_like(total)
+        terms, between = torch.zeros_like(total), torch.ones_like(total)
         for gradient, other in _pairs_behind(ctx.shards, gradients[0], total, ctx.dim):
-            found, between = found + gradient * between, between * other
-        return before * found, None, None
+            terms, between = terms + gradient * between, between * other
+        return before * terms, None, None
 
 
 def running_log_sum(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -131,10 +131,10 @@ class _LogSumBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        found = torch.zeros_like(total)
+        terms = torch.zeros_like(total)
         for gradient, other in _pairs_behind(ctx.shards, gradients[0], before, ctx.dim):
-            found = found + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
-        return found, None, None
+            terms = terms + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
+        return terms, None, None
 
 
 def _combined_before(

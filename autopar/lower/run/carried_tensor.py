@@ -15,8 +15,8 @@ class CarriedTensor(LateTensor):
 
     Attributes:
         part: this rank's.
-        held: how the parts lie.
+        value_layout: how it is divided among the ranks.
     """
 
     part: Tensor
-    held: ValueLayout
+    value_layout: ValueLayout

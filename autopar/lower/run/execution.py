@@ -182,8 +182,8 @@ class Executor:
     def _part(self, name: str, x: Tensor) -> Tensor:
         own = self.value_layouts[name]
         whole = ValueLayout((REPLICATE,), (self.executable.plan.group_size,), REPLICATE)
-        part, lies = (x.part, x.held) if isinstance(x, CarriedTensor) else (x, whole)
-        return reshard_tensor(part, lies.move_to(own.layout, own.mesh), self.communicator)
+        part, layout = (x.part, x.value_layout) if isinstance(x, CarriedTensor) else (x, whole)
+        return reshard_tensor(part, layout.move_to(own.layout, own.mesh), self.communicator)
 
     def make_whole(self, name: str, value: Tensor) -> Tensor:
         """The whole tensor on every rank, of one microbatch."""

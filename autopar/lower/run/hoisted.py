@@ -19,7 +19,7 @@ __all__ = ["HoistedValues"]
 
 
 class HoistedValues:
-    """The results of `Program.hoisted` that are `wanted` on this rank, whole, and their local parts, in this step.
+    """The results of `Program.hoisted` that are `needed` on this rank, whole, and their local parts, in this step.
 
     Attributes:
         module: the code that computes them.
@@ -31,13 +31,13 @@ class HoistedValues:
         constants: Mapping[str, Tensor],
         store: ParameterStore,
         context: LayerContext,
-        wanted: Collection[str],
+        needed: Collection[str],
     ) -> None:
         """Lower the ops; `constants` are the program's folded ones by value name, whole."""
         ops = program.hoisted
         results = {name for op in ops for name in op.results}
         read = tuple(dict.fromkeys(name for op in ops for name in op.operands if name not in results))
-        self._names = tuple(name for name in wanted if name in results)
+        self._names = tuple(name for name in needed if name in results)
         layer = Layer("once a step", len(program.kinds), ops, inputs=(), state=read, outputs=self._names)
         whole = (REPLICATE,)
         strategy = LayerStrategy(

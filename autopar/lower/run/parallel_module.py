@@ -310,19 +310,19 @@ class ParallelModule(ModuleInspection):
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
                 raise problem
-            assert found is not None
-            executor, tensors = found
+            assert ready is not None
+            executor, tensors = ready
             named = zip(executor.executable.program.inputs, tensors, strict=True)
-            return found, [
+            return ready, [
                 (n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor)
             ]  # compared before
 
-        found, problem = attempt(look_up)
-        if found is None and problem is None:
+        ready, problem = attempt(look_up)
+        if ready is None and problem is None:
             self._first_steps.interrupt()
             plain: Call = map_leaves(_plain, (tuple(args), dict(kwargs)))
             self._plan_call(PLANNING + kind, *plain, part)
-            found, problem = attempt(look_up)
+            ready, problem = attempt(look_up)
         return give
 
     def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str, cuts: Cuts) -> Any:
