@@ -14,9 +14,9 @@ by layer:
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
   microbatch, with stages at the end of the step (`end`).
 - What a layer saves and offloads is copied to the host's memory while the next layer computes; then its place on the
-  device is free.  It comes back while the layer behind runs its backward.  What the last layer of an action saves is
-  copied beside the first layer of the group's next action, and comes back beside the last layer of the action before
-  its backward, unless that is its own forward.
+  device is free.  It comes back while the layer behind runs its backward.  For the last layer of an action, the copy
+  overlaps with the first layer of the group's next action, and the fetch with the last layer of the action before its
+  backward, unless that is its own forward.
 - A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
   second part (ZeRO-3, full recomputation) does everything in the first.
 """
@@ -59,9 +59,9 @@ class _Copies(NamedTuple):
     """Copies between device and host that neighbouring actions of a group leave to each other.
 
     Args:
-        leaves: what the last layer of a forward saves is copied beside the next action.
-        arrives: what the first layer of a backward needs is copied beside the action before.
-        offload: the layer and the microbatch of what leaves beside this action, layer -1: none.
+        leaves: what the last layer of a forward saves is copied during the next action.
+        arrives: what the first layer of a backward needs is copied during the action before.
+        offload: the layer and the microbatch of what leaves during this action, layer -1: none.
         fetch: those of what arrives.
     """
 
