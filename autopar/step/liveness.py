@@ -266,18 +266,12 @@ class _Liveness:
             if not is_again and not dropped.keys().isdisjoint(node.saves):
                 is_again = True
                 now, with_weights, _ = moments[0]
-                extra_bytes = self._rerun_most(dropped, again) - freed
-                most, most_with_weights = (
-                    max(most, now + extra_bytes),
-                    max(most_with_weights, with_weights + extra_bytes),
-                )
+                delta = self._rerun_most(dropped, again) - freed
+                most, most_with_weights = max(most, now + delta), max(most_with_weights, with_weights + delta)
                 freed -= sum(dropped.values())
             for now, with_weights, extra in moments[1:]:
-                extra_bytes = extra - freed
-                most, most_with_weights = (
-                    max(most, now + extra_bytes),
-                    max(most_with_weights, with_weights + extra_bytes),
-                )
+                delta = extra - freed
+                most, most_with_weights = max(most, now + delta), max(most_with_weights, with_weights + delta)
             freed += node.saved_extra + sum(self.graph.sizes.get(key, 0.0) for key in last_reads.get(number, ()))
         return most, most_with_weights
 

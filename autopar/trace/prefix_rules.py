@@ -138,8 +138,8 @@ def _fits(arg: Arg, shape: tuple[int, ...]) -> bool:
 # ---------------------------------------------------------------- ops that can't be split along a longer dim
 
 
-def _dim_of(pair: OpPair, place: int, default: Arg = 0) -> int:
-    dim, rank = argument(pair.op, place, "dim", default), len(pair.operands[0][0].shape)
+def _dim_of(pair: OpPair, default: int = 0) -> int:
+    dim, rank = argument(pair.op, 1, "dim", default), len(pair.operands[0][0].shape)
     return dim % rank if isinstance(dim, int) and rank else -1
 
 
@@ -162,7 +162,7 @@ def _attention(pair: OpPair) -> None:
 
 
 def _softmax(pair: OpPair) -> None:
-    place = (0, _dim_of(pair, 1, -1))
+    place = (0, _dim_of(pair, -1))
     if place in pair.longer() and pair.states[0][place[1]].fill == -math.inf:
         pair.is_followed.add(place)
         pair.made[place] = Longer(0.0)
@@ -170,7 +170,7 @@ def _softmax(pair: OpPair) -> None:
 
 def _running(pair: OpPair) -> None:
     """Cumulative ops: each entry depends only on earlier ones."""
-    place = (0, _dim_of(pair, 1))
+    place = (0, _dim_of(pair))
     if place in pair.longer():
         pair.is_followed.add(place)
         pair.made[place] = Longer()
@@ -178,7 +178,7 @@ def _running(pair: OpPair) -> None:
 
 def _slice(pair: OpPair) -> None:
     """slice(x, dim, start, end, step)."""
-    dim = _dim_of(pair, 1)
+    dim = _dim_of(pair)
     size, shorter = _sizes_of(pair.operands[0], dim)
     spans = [range(length)[_span(op)] for op, length in ((pair.op, size), (pair.other, shorter))]
     long, short = spans
@@ -207,7 +207,7 @@ def _span(op: Op) -> slice:
 
 def _select(pair: OpPair) -> None:
     """select(x, dim, index)."""
-    dim = _dim_of(pair, 1)
+    dim = _dim_of(pair)
     if dim not in pair.states[0]:
         return
     size, shorter = _sizes_of(pair.operands[0], dim)

@@ -34,7 +34,7 @@ class _RunningSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shards: Shards, dim: int) -> Tensor:
         ctx.shards, ctx.dim = shards, dim
         sums = x.cumsum(dim)
-        return sums + _total_of_others(shards, sums.narrow(dim, x.shape[dim] - 1, 1), before=True)
+        return sums + _combined_others(shards, sums.narrow(dim, x.shape[dim] - 1, 1), 0.0, torch.add)
 
     @staticmethod
     @once_differentiable
@@ -43,16 +43,8 @@ class _RunningSum(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         dim = int(ctx.dim)
         sums = gradients[0].flip(dim).cumsum(dim).flip(dim)
-        return sums + _total_of_others(ctx.shards, sums.narrow(dim, 0, 1), before=False), None, None
-
-
-def _total_of_others(shards: Shards, total: Tensor, *, before: bool) -> Tensor:
-    """The sum of the totals of all slices before this one, or of all after it."""
-    others = torch.zeros_like(total)
-    for number, other in _from_others(shards, total, 1):
-        if (number <= shards.index) == before:  # else it comes from a slice at the other end
-            others = others + other
-    return others
+        behind = _combined_others(ctx.shards, sums.narrow(dim, 0, 1), 0.0, torch.add, before=False)
+        return sums + behind, None, None
 
 
 def running_product(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -79,7 +71,7 @@ class _ProductBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = _combined_before(shards, total, 1.0, torch.mul)
+        before = _combined_others(shards, total, 1.0, torch.mul)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -120,7 +112,7 @@ class _LogSumBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = _combined_before(shards, total, -torch.inf, torch.logaddexp)
+        before = _combined_others(shards, total, -torch.inf, torch.logaddexp)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -137,15 +129,15 @@ class _LogSumBefore(torch.autograd.Function):
         return terms, None, None
 
 
-def _combined_before(
-    shards: Shards, total: Tensor, empty: float, combine: Callable[[Tensor, Tensor], Tensor]
+def _combined_others(
+    shards: Shards, total: Tensor, empty: float, combine: Callable[[Tensor, Tensor], Tensor], *, before: bool = True
 ) -> Tensor:
-    """The totals of all slices before this one, combined; `empty` on the first."""
-    before = torch.full_like(total, empty)
+    """The totals of all slices before this one, or of all after it, combined; `empty` where there are none."""
+    combined = torch.full_like(total, empty)
     for number, other in _from_others(shards, total, 1):
-        if number <= shards.index:
-            before = combine(before, other)
-    return before
+        if (number <= shards.index) == before:  # else it comes from a slice at the other end
+            combined = combine(combined, other)
+    return combined
 
 
 def _pairs_behind(shards: Shards, gradient: Tensor, other: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:

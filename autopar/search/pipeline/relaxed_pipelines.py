@@ -28,7 +28,7 @@ from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, LayerCosts
 
-__all__ = ["relaxed_bounds", "relaxed_step_s", "takes_longer"]
+__all__ = ["relaxed_bounds", "takes_longer"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -42,13 +42,6 @@ _USUAL_PRICES = (0.0, *(10.0**power for power in range(-3, 4)))  # of a layer's 
 _NEARLY = 1e-3  # a gain of less is no sign of a price that is far too low
 _LITTLE = 1e-3  # of a limit is left, at least, for the most frequent layers
 _F, _B, _I, _W, _SEND_F, _SEND_B = (COSTS[kind] for kind in ("F", "B", "I", "W", "SEND_F", "SEND_B"))
-
-
-def relaxed_step_s(
-    tables: CostTables, shape: Shape, actions: ScheduleActions, enough_s: float, cuts: Sequence[int] = ()
-) -> float:
-    """No pipeline that fits is faster: the last of `relaxed_bounds`, with the same arguments."""
-    return max(relaxed_bounds(tables, shape, actions, enough_s, cuts))
 
 
 def takes_longer(
