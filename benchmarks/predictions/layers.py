@@ -137,7 +137,7 @@ def _measure_ops(budget_s: float, *, is_dense: bool) -> dict[tuple[str, int], Po
     found: dict[tuple[str, int], Point] = {}
     for probe in probes:
         for each in probe.measure(budget_s * probe.share / shares):
-            found[each.key, counts[each.key]] = Point(each.amount, each.taken.seconds, each.taken.spread)
+            found[each.key, counts[each.key]] = Point(each.amount, each.sample.seconds, each.sample.spread)
             counts[each.key] += 1
     return found
 
