@@ -11,7 +11,7 @@ __all__ = ["CarriedTensor"]
 
 
 class CarriedTensor(LateTensor):
-    """Stands for a whole tensor that ranks hold in parts; another call takes the parts as they lie.
+    """Stands for a whole tensor that ranks hold in parts; another call takes the parts as they are.
 
     Attributes:
         part: this rank's.
