@@ -34,7 +34,18 @@ def pytest_collection_finish():
 
 
 # The tests that need traces for something else; all others are, or may be, about tracing itself.
-SHARING_TRACES = ("balance", "benchmarks", "data", "explain", "laws", "lower/groups", "parity", "search", "step")
+SHARING_TRACES = (
+    "balance",
+    "benchmarks",
+    "data",
+    "explain",
+    "laws",
+    "lower",
+    "lower/groups",
+    "parity",
+    "search",
+    "step",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

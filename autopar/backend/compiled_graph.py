@@ -22,7 +22,7 @@ _Key = tuple[object, ...]
 
 
 class CompiledGraph:
-    """Calls of one graph, sorted by the sizes of their arguments and whether gradients are wanted."""
+    """Calls of one graph, sorted by the sizes of their arguments and whether gradients are needed."""
 
     def __init__(self, graph: CapturedGraph, options: Mapping[str, Any] | None, mode: str) -> None:
         """Nothing is looked at before the first call."""

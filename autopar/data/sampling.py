@@ -73,10 +73,10 @@ class _RowsIterator:
 
     def __next__(self) -> Any:
         draws, self._draws = self._draws, None
-        found: Any = next(self.base, None) if draws is None else draws.begin(self.base)
-        if found is None:
+        batch: Any = next(self.base, None) if draws is None else draws.begin(self.base)
+        if batch is None:
             raise StopIteration
-        return found if self._take is None else self._take(found)
+        return batch if self._take is None else self._take(batch)
 
 
 class _Stateful:

@@ -82,7 +82,7 @@ def _with_rows_of(question: Question, changed: Question, rows: int) -> Question:
     before, nodes = question.cluster.num_nodes, changed.cluster.num_nodes
     if rows * nodes % before:
         raise QuestionError(
-            f"--weak: {rows} rows on {before} nodes are no whole number on {nodes}: choose another --batch"
+            f"--weak: {rows} rows on {before} nodes scale to no whole number of rows on {nodes}: choose another --batch"
         )
     return replace(changed, batch=rows * nodes // before)
 

@@ -92,7 +92,7 @@ def read_profile(path: str | None, question: Question) -> Profile | None:
         profile = load_profile(path)
     except (ProfileError, MissingPriceError) as error:
         raise QuestionError(
-            f"--profile {path!r} is no profile that can be read: measure one on such a device with "
+            f"--profile {path!r} is not a readable profile: measure one on such a device with "
             f"python -m autopar.profile --output {path}"
         ) from error
     if not question.cluster.has(profile.device):

@@ -156,8 +156,8 @@ def _check_room(target: str, model: nn.Module, plan: Plan) -> None:
         raise QuestionError(
             f"--rehearse would hold up to {num_bytes / 2**30:.3g} GiB for {target!r} ({num_parameters:,} parameters in "
             f"float64 on {shrink_plan(plan).world_size} simulated ranks), more than half of this machine's memory: "
-            "name a twin with fewer and narrower layers (num_hidden_layers, hidden_size ... of a config.json), plan it "
-            "with the same --constraint, --save it, and rehearse that"
+            "name a smaller copy of the model, with fewer and narrower layers (num_hidden_layers, hidden_size ... of a "
+            "config.json), plan it with the same --constraint, --save it, and rehearse that"
         )
 
 

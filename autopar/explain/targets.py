@@ -125,7 +125,7 @@ def _import(place: str) -> ModuleType:
 
 def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | None) -> ModelTarget:
     if not callable(factory):
-        raise QuestionError(f"{text!r} is no function: name one that returns a model, or (model, example_inputs)")
+        raise QuestionError(f"{text!r} is not a function: name one that returns a model, or (model, example_inputs)")
     arguments = {"batch": batch, "seq": sequence, "sequence": sequence}
     known = inspect.signature(factory).parameters
     given = {name: value for name, value in arguments.items() if name in known and value is not None}

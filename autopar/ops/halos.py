@@ -82,9 +82,9 @@ def transposed_halo_of(
 def per_dim(arg: Arg, count: int, default: int) -> tuple[int, ...]:
     """An argument such as a stride as one number for each of `count` dims; () if it is none (``padding="same"``)."""
     numbers = arg if isinstance(arg, tuple) and arg else (default if arg is None or arg == () else arg,)
-    found = tuple(number for number in numbers if isinstance(number, int))
-    found = found * count if len(found) == 1 else found
-    return found if len(found) == count else ()
+    sizes = tuple(number for number in numbers if isinstance(number, int))
+    sizes = sizes * count if len(sizes) == 1 else sizes
+    return sizes if len(sizes) == count else ()
 
 
 def nearer_shift(shift: int, size: int) -> int:

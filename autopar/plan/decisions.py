@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autopar.placement import Layout, format_layout
+from autopar.placement import Axis, Layout, format_layout
 from autopar.schedules import Shape, schedule_problem, stage_group
 
 __all__ = [
@@ -185,6 +185,11 @@ class Decisions:
     def group_size(self) -> int:
         """The number of devices of a group, and of every mesh of the plan."""
         return self.world_size // self.num_groups
+
+    @property
+    def pipeline_axis(self) -> Axis:
+        """The axis on which device groups send to each other."""
+        return Axis(self.num_groups, self.group_size)
 
     @property
     def ranges(self) -> tuple[range, ...]:

@@ -104,19 +104,19 @@ def plan_groups(
     rows, plans = zip(*filter(None, made), strict=True)
     if len(rows) < 2:
         return PlannedGroups()
-    groups = tuple(GroupPlan(row.tokens, found.decisions) for row, found in zip(rows, plans, strict=True))
-    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.asked.training))
+    groups = tuple(GroupPlan(row.tokens, own.decisions) for row, own in zip(rows, plans, strict=True))
+    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.group_request.training))
 
 
 @dataclass(frozen=True)
 class _GroupPlanner:
-    """Finds the plan of one group; the fields are the arguments of `plan_groups`, and `asked`, a group's request."""
+    """Searches for the plan of one group; the fields are the arguments of `plan_groups`, and a group's own request."""
 
     program: Program
     plan: Plan
     trace: Callable[[int, int], Program]
     prices: Prices
-    asked: SearchRequest
+    group_request: SearchRequest
     request: SearchRequest
     time_layers: Callable[[Program, Plan], Prices] | None
 
@@ -125,24 +125,24 @@ class _GroupPlanner:
 
         Starts with more devices where `degree` devices don't have enough memory for the longest rows.
         """
-        found: list[tuple[GroupRow, Plan]] = []
+        plans: list[tuple[GroupRow, Plan]] = []
         tokens = self.plan.prediction.row.tokens
-        while degree and len(found) < _MOST_SEARCHES:
+        while degree and len(plans) < _MOST_SEARCHES:
             try:
                 one = self._traced(tokens)
                 best = self._best(one, degree)
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
-                if found:
+                if plans:
                     break  # smaller groups are optional: the largest takes sequences of any length
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            found.append((self._row(one, best), best))
+            plans.append((self._row(one, best), best))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
-        return found
+        return plans
 
     def cut(self, row: GroupRow, searched: Sequence[tuple[GroupRow, Plan]]) -> tuple[GroupRow, Plan] | None:
         """`row` by the decisions of a searched plan: of as many devices, with the shortest rows that are as long as
@@ -152,69 +152,69 @@ class _GroupPlanner:
                    key=lambda each: each[0].tokens)[1]  # fmt: skip
         with suppress(ExampleInputsError, TraceError):
             one = self._traced(row.tokens)
-            found = reuse_plan(base, 1, one, self.prices, self.asked)
-            if found is not None and self._excess_bytes(one, found) <= 0:
-                return self._row(one, found), found
+            plan = reuse_plan(base, 1, one, self.prices, self.group_request)
+            if plan is not None and self._excess_bytes(one, plan) <= 0:
+                return self._row(one, plan), plan
         return None
 
     def _best(self, one: Program, degree: int) -> Plan:
         """The best plan for a row on `degree` devices (in each stage, if there are stages)."""
-        asked = self.asked
+        group_request = self.group_request
         if not self.plan.stages:
-            return search(one, degree, self.prices, asked)
+            return search(one, degree, self.prices, group_request)
         num_stages = self.plan.num_groups
         own = (f"schedule={rows_schedule(num_stages, 1)}", *stage_constraints(one, self.program, self.plan))
-        asked = replace(asked, constraints=(*asked.constraints, *own))
+        group_request = replace(group_request, constraints=(*group_request.constraints, *own))
         for _ in range(_MOST_TRIES):
-            found = search(one, degree * num_stages, self.prices, asked)
-            excess_bytes = self._excess_bytes(one, found)
+            plan = search(one, degree * num_stages, self.prices, group_request)
+            excess_bytes = self._excess_bytes(one, plan)
             if excess_bytes <= 0:
-                return found
-            room = found.peak_memory_bytes * (1 + asked.memory_error) - excess_bytes / num_stages
-            asked = replace(asked, memory_limit_bytes=max(1.0, room))
+                return plan
+            room = plan.peak_memory_bytes * (1 + group_request.memory_error) - excess_bytes / num_stages
+            group_request = replace(group_request, memory_limit_bytes=max(1.0, room))
         tokens = one.type_of(one.inputs[0]).shape[1]
         raise InfeasibleError(f"{num_stages} rows of {tokens} tokens in flight don't fit in memory")
 
-    def _excess_bytes(self, one: Program, found: Plan) -> float:
+    def _excess_bytes(self, one: Program, plan: Plan) -> float:
         """The bytes by which the rows in flight may exceed the memory limit; negative if they fit."""
-        limit = self.asked.memory_limit_bytes
+        limit = self.group_request.memory_limit_bytes
         assert limit is not None
-        peak_bytes = self._of_rows(one, found, self.prices, found.num_groups).peak_memory_bytes
-        return peak_bytes * (1 + self.asked.memory_error) - limit
+        peak_bytes = self._of_rows(one, plan, self.prices, plan.num_groups).peak_memory_bytes
+        return peak_bytes * (1 + self.group_request.memory_error) - limit
 
-    def _of_rows(self, one: Program, found: Plan, prices: Prices, rows: int) -> Prediction:
+    def _of_rows(self, one: Program, plan: Plan, prices: Prices, rows: int) -> Prediction:
         """The prediction for a step of `rows` rows, each a microbatch."""
-        schedule = rows_schedule(found.num_groups, rows) if found.stages else ""
-        decisions = replace(found.decisions, num_microbatches=rows, schedule=schedule)
-        return predict(one, decisions, prices, self.asked.training, self.asked.schedules)
+        schedule = rows_schedule(plan.num_groups, rows) if plan.stages else ""
+        decisions = replace(plan.decisions, num_microbatches=rows, schedule=schedule)
+        return predict(one, decisions, prices, self.group_request.training, self.group_request.schedules)
 
     def _traced(self, tokens: int) -> Program:
         # The same program that `CallPlanner` makes when such a group first runs.
         return variant_like(self.trace(1, tokens), self.program)
 
-    def _row(self, one: Program, found: Plan) -> GroupRow:
-        prices = self.prices if self.time_layers is None else self.time_layers(one, found)
-        cost, axes = check_known(found, one, prices, self.asked).prediction.row, describe_usual(found.decisions)
+    def _row(self, one: Program, plan: Plan) -> GroupRow:
+        prices = self.prices if self.time_layers is None else self.time_layers(one, plan)
+        cost, axes = check_known(plan, one, prices, self.group_request).prediction.row, describe_usual(plan.decisions)
         kept_bytes = _kept_bytes(self.program, self.plan, self.request)
-        if found.stages:
-            return self._staged_row(one, found, prices, kept_bytes)
-        row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
-        peak_bytes = kept_bytes + found.peak_memory_bytes
-        return GroupRow(found.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
+        if plan.stages:
+            return self._staged_row(one, plan, prices, kept_bytes)
+        row_s = cost.token_s * cost.tokens + _adding_s(one, plan, self.prices, self.group_request.training)
+        peak_bytes = kept_bytes + plan.peak_memory_bytes
+        return GroupRow(plan.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
 
-    def _staged_row(self, one: Program, found: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
-        few, stages = 2 * found.num_groups, found.decisions.ranges
-        short, long = (self._of_rows(one, found, prices, rows) for rows in (few, 2 * few))
+    def _staged_row(self, one: Program, plan: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
+        few, stages = 2 * plan.num_groups, plan.decisions.ranges
+        short, long = (self._of_rows(one, plan, prices, rows) for rows in (few, 2 * few))
         slowest_s = (long.step_time_s - short.step_time_s) / few  # of one more row, in the slowest stage
         # `RowCost` has means over stages, which the slowest stage exceeds by this ratio.
         ratio = slowest_s / (short.step_time_s - short.row.step_s)
         in_step_s = max(sum(short.costs[layer].in_step_s for layer in layers) for layers in stages)
         return GroupRow(
-            found.group_size,
+            plan.group_size,
             short.row.tokens,
             ratio * short.row.token_s * short.row.tokens,
             ratio * short.row.pair_s,
-            describe_usual(replace(found.decisions, stages=(), schedule="")),
+            describe_usual(replace(plan.decisions, stages=(), schedule="")),
             kept_bytes + short.peak_memory_bytes,
             max(0.0, short.step_time_s - in_step_s - few * slowest_s),
         )
@@ -253,8 +253,8 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     gradients are reduced, and the next one.  Of the stage with the most.
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
-    held_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
-    return max(held_bytes) + 2 * max(layers, default=0.0)
+    static_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
+    return max(static_bytes) + 2 * max(layers, default=0.0)
 
 
 def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:

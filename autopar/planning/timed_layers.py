@@ -58,12 +58,12 @@ class LayerTimer:
         if has_integers and self.device.type != "cpu":
             return None
         try:
-            lone = SingleLayer(
+            single = SingleLayer(
                 self.program, layer, strategy, num_microbatches, self.device, compiled=compiled,
                 constants=self.constants,
             )  # fmt: skip
-            backward = lone.backward if lone.is_differentiable else None
-            return time_layer(lone.forward, backward, self.device, min(_EACH_S, self.budget_s / 10))
+            backward = single.backward if single.is_differentiable else None
+            return time_layer(single.forward, backward, self.device, min(_EACH_S, self.budget_s / 10))
         except (RuntimeError, IndexError, ValueError):
             return None
 

@@ -27,7 +27,7 @@ __all__ = [
     "Wiring",
     "count_flights",
     "parse_action",
-    "peak_held",
+    "peak_in_flight",
     "schedule_s",
     "seconds_of",
     "simulate_schedule",
@@ -188,20 +188,20 @@ def _run(
     return starts, stops
 
 
-def peak_held(
-    actions: ScheduleActions, held_bytes: tuple[float, ...], weight_bytes: tuple[float, ...]
+def peak_in_flight(
+    actions: ScheduleActions, saved_bytes: tuple[float, ...], weight_bytes: tuple[float, ...]
 ) -> tuple[float, ...]:
     """For each device group, the peak of the bytes that its stages keep between forward and backward.
 
     Args:
         actions: the schedule.
-        held_bytes: for each stage, the bytes that one microbatch keeps from its F on; B frees all of them.
-        weight_bytes: for each stage, the bytes that W frees: what I keeps of `held_bytes`, and what I adds.
+        saved_bytes: for each stage, the bytes that one microbatch keeps from its F on; B frees all of them.
+        weight_bytes: for each stage, the bytes that W frees: what I keeps of `saved_bytes`, and what I adds.
     """
     changes = {
-        "F": held_bytes,
-        "B": [-held for held in held_bytes],
-        "I": [weight - held for held, weight in zip(held_bytes, weight_bytes, strict=True)],
+        "F": saved_bytes,
+        "B": [-saved for saved in saved_bytes],
+        "I": [weight - saved for saved, weight in zip(saved_bytes, weight_bytes, strict=True)],
         "W": [-weight for weight in weight_bytes],
     }
     peaks: list[float] = []

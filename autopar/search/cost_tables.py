@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Flight, Shape
-from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_held
+from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_in_flight
 from autopar.search.chain_dp import Chain, ChainLayer, Skip
 from autopar.step.actions import lone_copies
 from autopar.step.stage_costs import CostColumns, stage_costs
@@ -59,7 +59,7 @@ class LayerCosts(CostColumns):
         """Seconds of a whole step."""
         return num_microbatches * (self.forward_s + self.backward_s) + self.step_s
 
-    def held_bytes(self, flight: Flight) -> Array:
+    def in_flight_bytes(self, flight: Flight) -> Array:
         """Bytes with so many microbatches between forward and backward."""
         return self.static_bytes + flight.in_flight * self.saved_bytes + flight.split * self.split_bytes
 
@@ -144,7 +144,8 @@ class CostTables:
         count = self.num_microbatches
         layers = {
             id(layer): ChainLayer(
-                self.seconds(layer), layer.held_bytes(flight), layer.transient_bytes, layer.state_in, layer.state_out
+                self.seconds(layer), layer.in_flight_bytes(flight), layer.transient_bytes,
+                layer.state_in, layer.state_out,
             )
             for layer in self.layers
         }  # fmt: skip
@@ -243,7 +244,7 @@ def path_host_bytes(
     if not size.any():
         return 0.0
     of_stages = tuple(float(size[start:stop].sum()) for start, stop in itertools.pairwise(bounds))
-    return max(peak_held(actions, of_stages, of_stages))
+    return max(peak_in_flight(actions, of_stages, of_stages))
 
 
 def _path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:
@@ -272,7 +273,7 @@ def _peak_bounds(
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     saved = tuple(float(layers.saved_bytes[own].sum()) + float(r) for own, r in zip(spans, relayed_bytes, strict=True))
     until_weights = tuple(h + float(layers.split_bytes[own].sum()) for own, h in zip(spans, saved, strict=True))
-    peaks = list(peak_held(actions, saved, until_weights))
+    peaks = list(peak_in_flight(actions, saved, until_weights))
     for group in range(shape.num_groups):
         own = [span for span, owner in zip(spans, shape.groups, strict=True) if owner == group]
         peaks[group] += sum(float(layers.static_bytes[span].sum()) for span in own)
@@ -316,7 +317,7 @@ def _best_at_prices(costs: LayerCosts, seconds: Array, used: Indices, flights: S
     for before, behind in pairs:
         rows = np.flatnonzero((costs.state_in == before) & (costs.state_out == behind))
         for flight in flights:
-            best.update(rows[_lower_hull(costs.held_bytes(flight)[rows], seconds[rows])].tolist())
+            best.update(rows[_lower_hull(costs.in_flight_bytes(flight)[rows], seconds[rows])].tolist())
     return best
 
 

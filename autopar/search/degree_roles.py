@@ -41,9 +41,9 @@ def allowed_options(
     whole_results: Collection[str] = (),
 ) -> Allowed | None:
     """Which options the demands leave, None for all; `whole_results` are values that must stay whole on devices."""
-    whole_held = {layer.state[position] for position in demands.whole}
+    whole_state = {layer.state[position] for position in demands.whole}
     in_space = only_space(layer, demands.space)
-    if not any(roles) and not demands.degrees and not whole_held and not whole_results:
+    if not any(roles) and not demands.degrees and not whole_state and not whole_results:
         return in_space
     demanded = {name for name, _ in demands.degrees}
 
@@ -53,7 +53,7 @@ def allowed_options(
         if in_space is not None and not in_space(op, axis, option):
             return False
         placements = zip(op.operands, option.operands, strict=True)
-        if any(name in whole_held and placement.is_shard for name, placement in placements):
+        if any(name in whole_state and placement.is_shard for name, placement in placements):
             return False
         if any(n in whole_results and p.kind != "R" for n, p in zip(op.results, option.results, strict=True)):
             return False

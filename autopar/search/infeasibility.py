@@ -11,6 +11,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.plan_collectives import step_collectives
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.pricing import layer_costs
 
@@ -81,7 +82,7 @@ def _smallest(searched: Iterable[SingleStagePaths], error: float) -> tuple[float
 
 def _fill(layers: PlannedLayers, context: SearchContext) -> dict[str, float]:
     training = context.request.training
-    costs = layer_costs(layers, context.prices, training)
+    costs = layer_costs(layers, step_collectives(layers, training), context.prices, training)
     return {
         "batch": training.batch_bytes(context.program),
         "parameters": sum(cost.parameter_bytes for cost in costs),

@@ -102,7 +102,7 @@ def _label(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -
     if tally.share_of_weights("cut") > 0.5:
         if tally.is_vocabulary:
             return "vocabulary"
-        return "tensor+sequence" if _crosses_in(program, layer, strategy, axis, 1) else "tensor"
+        return "tensor+sequence" if _crosses_in_sequence(program, layer, strategy, axis) else "tensor"
     if tally.share_of_dim(0) >= _MOST:
         return "data"
     return _label_sequence(tally) or ("vocabulary" if tally.is_vocabulary else _label_rest(tally))
@@ -164,11 +164,11 @@ def _attention_part(program: Program, op: Op, option: Option | None) -> str:
     return {0: "batch", num_dims - 2: "queries"}.get(option.results[0].dim, "heads")
 
 
-def _crosses_in(program: Program, layer: Layer, strategy: LayerStrategy, axis: int, dim: int) -> bool:
+def _crosses_in_sequence(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -> bool:
     names = (*layer.inputs, *layer.outputs)
     layouts = (*strategy.inputs, *strategy.outputs)
     return any(
-        layout[axis].is_shard and layout[axis].dim == dim
+        layout[axis].is_shard and layout[axis].dim == 1
         for name, layout in zip(names, layouts, strict=True)
         if program.values[name].requires_grad
     )

@@ -109,7 +109,7 @@ def fastest_paths(
         max_caps: most caps on transients.
         mixes: whether paths that begin as one point of the hull and end as the next are in the pool, and the one that
             takes the least memory.
-        aim_bytes: where the hull is followed first, if not everywhere alike.
+        aim_bytes: the bytes around which the hull is refined first; by default everywhere equally.
     """
     pool = PathPool(chain)
     below = float(chain.transient_levels[0])

@@ -175,8 +175,8 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
         seconds += price(step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)
         seconds += price(step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0)
     if training.host_storage:
-        mesh, lies = shared.get(value.name, (problem.mesh, stored))
-        brought = math.prod(local_shape(tensor.shape, lies, mesh)) * training.storage_itemsize(tensor.dtype)
+        mesh, own_layout = shared.get(value.name, (problem.mesh, stored))
+        brought = math.prod(local_shape(tensor.shape, own_layout, mesh)) * training.storage_itemsize(tensor.dtype)
         taken = prices.host.taken if variant.overlaps else 1.0
         seconds += gathers * taken * host_copy_s(brought, prices, training)
     if trains:
@@ -185,11 +185,11 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     if value.name in shared:
         return seconds
     elements, copied = (math.prod(local_shape(tensor.shape, layout, problem.mesh)) for layout in (stored, copy))
-    held = parameter_bytes(tensor.dtype, elements, copied, steps, trains=trains, training=training).held(zero)
+    counted = parameter_bytes(tensor.dtype, elements, copied, steps, trains=trains, training=training).counted_at(zero)
     if trains:
         rate_s = problem.optimizer_s_per_element[tensor.dtype]
         seconds += parameter_step_s(value, problem.mesh, stored, rate_s, prices, training)
-    return seconds + variant.memory_weight_s_per_byte * held.static_bytes
+    return seconds + variant.memory_weight_s_per_byte * counted.static_bytes
 
 
 def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:

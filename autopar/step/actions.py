@@ -14,9 +14,9 @@ by layer:
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
   microbatch, with stages at the end of the step (`end`).
 - What a layer saves and offloads is copied to the host's memory while the next layer computes; then its place on the
-  device is free.  It comes back while the layer behind runs its backward.  What the last layer of an action saves is
-  copied beside the first layer of the group's next action, and comes back beside the last layer of the action before
-  its backward, unless that is its own forward.
+  device is free.  It comes back while the layer behind runs its backward.  For the last layer of an action, the copy
+  overlaps with the first layer of the group's next action, and the fetch with the last layer of the action before its
+  backward, unless that is its own forward.
 - A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
   second part (ZeRO-3, full recomputation) does everything in the first.
 """
@@ -24,6 +24,7 @@ by layer:
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -58,9 +59,9 @@ class _Copies(NamedTuple):
     """Copies between device and host that neighbouring actions of a group leave to each other.
 
     Args:
-        leaves: what the last layer of a forward saves is copied beside the next action.
-        arrives: what the first layer of a backward needs is copied beside the action before.
-        offload: the layer and the microbatch of what leaves beside this action, layer -1: none.
+        leaves: what the last layer of a forward saves is copied during the next action.
+        arrives: what the first layer of a backward needs is copied during the action before.
+        offload: the layer and the microbatch of what leaves during this action, layer -1: none.
         fetch: those of what arrives.
     """
 
@@ -194,19 +195,17 @@ class StepActions:
     def _copies(self) -> dict[Action, _Copies]:
         """By action, what it leaves to its neighbours and does for them."""
         results: dict[Action, _Copies] = {}
-        for listed in self.listed:
-            computing = [action for action in listed if self._computes(action)]
-            for action, behind in itertools.pairwise(computing):
-                if (action.stage, action.microbatch) == (behind.stage, behind.microbatch):
-                    continue  # a forward and its own backward, or the two parts of one
-                last, first = self.ranges[action.stage][-1], self.ranges[behind.stage][-1]
-                if self.is_training and action.kind == "F" and self.policies[last].offloads:
-                    results[action] = results.get(action, _Copies())._replace(leaves=True)
-                    results[behind] = results.get(behind, _Copies())._replace(offload=(last, action.microbatch))
-                is_leaving = results.get(action, _Copies()).offload == (first, behind.microbatch)
-                if behind.kind in "BI" and self.policies[first].offloads and not is_leaving:
-                    results[behind] = results.get(behind, _Copies())._replace(arrives=True)
-                    results[action] = results.get(action, _Copies())._replace(fetch=(first, behind.microbatch))
+
+        def note(action: Action, **changes: object) -> None:
+            results[action] = results.get(action, _Copies())._replace(**changes)
+
+        for listed in self.listed if self.is_training else ():
+            for kind, action, neighbour in _copies_of_neighbours([a for a in listed if self._computes(a)]):
+                layer = self.ranges[action.stage][-1]
+                if self.policies[layer].offloads:
+                    is_offload = kind == "OFFLOAD"
+                    note(action, **{"leaves" if is_offload else "arrives": True})
+                    note(neighbour, **{"offload" if is_offload else "fetch": (layer, action.microbatch)})
         return results
 
     def _computes(self, action: Action) -> bool:
@@ -320,23 +319,38 @@ def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]
     return steps
 
 
+def _copies_of_neighbours(computing: Sequence[Action]) -> Iterator[tuple[str, Action, Action]]:
+    """Which copies of a device group overlap with another one of its actions: the kind of copy, the action whose saved
+    tensors it copies, and the action that it overlaps with.
+
+    These are the offload behind a forward, unless its own backward follows directly, and the fetch for a backward,
+    unless the action before it is its own forward, or the one that overlaps with the offload of the same tensors.
+    """
+    offloads: dict[Action, tuple[int, int]] = {}
+    for action, behind in itertools.pairwise(computing):
+        own, own_behind = (action.stage, action.microbatch), (behind.stage, behind.microbatch)
+        if own == own_behind:
+            continue  # a forward and its own backward, or the two parts of one
+        if action.kind == "F":
+            offloads[behind] = own
+            yield "OFFLOAD", action, behind
+        if behind.kind in ("B", "I") and offloads.get(action) != own_behind:
+            yield "FETCH", behind, action
+
+
 @lru_cache(maxsize=64)
 def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float, float], ...]:
     """Per stage, the share of microbatches whose copies to the host's memory at the end of its forward, and back before
-    its backward, no neighbour makes (`StepActions.of`): the backward follows directly, or but one action later.
+    its backward, overlap with no neighbouring action, if all stages split their backwards where the schedule does.
     """
-    alone, totals = [[0, 0] for _ in range(num_stages)], [0] * num_stages
+    shares = [(0.0, 0.0)] * num_stages
     for listed in actions:
         computing = [action for action in listed if action.kind in ("F", "B", "I", "W")]
-        began = {(a.stage, a.microbatch): place for place, a in enumerate(computing) if a.kind == "F"}
-        for place, action in enumerate(computing):
-            if action.kind in ("B", "I"):
-                apart = place - began[action.stage, action.microbatch]
-                alone[action.stage][0] += apart <= 1
-                alone[action.stage][1] += apart <= 2
-                totals[action.stage] += 1
-    pairs = zip(alone, totals, strict=True)
-    return tuple((leaving / max(1, total), coming / max(1, total)) for (leaving, coming), total in pairs)
+        overlapped = Counter((kind, action.stage) for kind, action, _ in _copies_of_neighbours(computing))
+        for stage, count in Counter(action.stage for action in computing if action.kind in ("B", "I")).items():
+            leaving, coming = ((count - overlapped[kind, stage]) / count for kind in ("OFFLOAD", "FETCH"))
+            shares[stage] = leaving, coming
+    return tuple(shares)
 
 
 def _listed_alone(count: int, kinds: str, forwards_first: bool) -> tuple[Action, ...]:

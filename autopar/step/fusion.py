@@ -176,19 +176,19 @@ class _Saving:
         self._sizes = graph.sizes
         self._reruns = reruns
         self._maker = {key: node for node in graph.nodes for key in node.makes}
-        self.wanted = [_wanted(node) for node in graph.nodes]
+        self.keys_read = [_keys_read(node) for node in graph.nodes]
         self._kept: set[TensorKey] = set()
-        for node, keys in zip(graph.nodes, self.wanted, strict=True):
+        for node, keys in zip(graph.nodes, self.keys_read, strict=True):
             if not node.fuses:
                 self._kept |= self._origins(keys)
-        for node, keys in zip(graph.nodes, self.wanted, strict=True):
+        for node, keys in zip(graph.nodes, self.keys_read, strict=True):
             for key in keys if node.fuses else ():
                 self._keep(key, node.piece)
         self.kept = frozenset(self._kept)
 
     def reads(self, number: int, node: TensorNode) -> tuple[TensorKey, ...]:
         """What the backward of this node reads of what is kept."""
-        tensors = (each for key in self.wanted[number] for each in self.sources(key, node.piece))
+        tensors = (each for key in self.keys_read[number] for each in self.sources(key, node.piece))
         return tuple(dict.fromkeys(tensors))
 
     def sources(self, key: TensorKey, piece: int) -> Iterator[TensorKey]:
@@ -222,7 +222,7 @@ class _Saving:
         self._kept |= sources if missing <= self._sizes.get(key, 0.0) else {key}
 
 
-def _wanted(node: TensorNode) -> tuple[TensorKey, ...]:
+def _keys_read(node: TensorNode) -> tuple[TensorKey, ...]:
     """What the backward of a node reads: a fused loss its logits, not what torch keeps in their place."""
     return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
 

@@ -42,7 +42,7 @@ def follow_hull(
         best_at: what has the least seconds, bytes paid for at a price; equal ones in any order.
         dearest_s_per_byte: a price at which bytes alone decide.
         max_points: the maximum number of points.
-        aim_bytes: where the hull is followed first, if not everywhere alike.
+        aim_bytes: the bytes around which the hull is refined first; by default everywhere equally.
     """
     points = {0.0: best_at(0.0), dearest_s_per_byte: best_at(dearest_s_per_byte)}
     pairs = [(points[0.0], points[dearest_s_per_byte])]

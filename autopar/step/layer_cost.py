@@ -30,8 +30,8 @@ from autopar.step.local_program import local_program
 from autopar.step.op_seconds import op_seconds
 from autopar.step.op_states import OpState, kernel_calls, kernel_hidden_s
 from autopar.step.optimizer_costs import optimizer_s
-from autopar.step.overlap_estimate import ComputingRuns, goes_on_beside
-from autopar.step.parameter_costs import brought_s, gradient_sums_s, held_cost
+from autopar.step.overlap_estimate import ComputingRuns, runs_concurrently
+from autopar.step.parameter_costs import brought_s, gradient_sums_s, memory_cost
 from autopar.step.piece_seconds import hidden_s
 from autopar.step.prices import CollectiveCall, PricedCollective, Prices, priced, reshard_calls, run_s
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
@@ -97,13 +97,13 @@ def running_collectives(
                 _reshard_collectives(placed, each.move, local.values[each.move.target].value, training, reruns=reruns)
             )
             for run in whole:
-                beside_s = hidden.get("backward" if run.phase == "backward" else "forward", 0.0) / each.count
-                yield from (replace(run, num_bytes=run.num_bytes / each.count, hidden_s=beside_s),) * each.count
+                overlapped_s = hidden.get("backward" if run.phase == "backward" else "forward", 0.0) / each.count
+                yield from (replace(run, num_bytes=run.num_bytes / each.count, hidden_s=overlapped_s),) * each.count
         elif isinstance(each, Reshard):
             yield from _reshard_collectives(placed, each, local.values[each.target].value, training, reruns=reruns)
         elif isinstance(each, RunOp):
-            for call, beside_s in _kernel_calls(placed, each, prices, training):
-                run = replace(priced(call, each.op.name, count, "kernel", each.index + 1), hidden_s=beside_s)
+            for call, overlapped_s in _kernel_calls(placed, each, prices, training):
+                run = replace(priced(call, each.op.name, count, "kernel", each.index + 1), hidden_s=overlapped_s)
                 if call.phase == "forward" or training.is_training:
                     yield run
                 if call.phase == "forward" and reruns:
@@ -116,12 +116,12 @@ def _kernel_calls(
     """The collectives of an op's kernel, with the seconds of each that overlap with the kernel's compute."""
     calls = tuple(kernel_calls(run.state, placed.mesh))
     hidden_s = [0.0] * len(calls)
-    if prices is not None and any(call.beside for call, _ in calls):
+    if prices is not None and any(call.overlap_parts for call, _ in calls):
         differentiable = is_differentiable(placed.program, run.op, training)
         time = prices.op_s(run.op, run.state.work_types, run.state.result_types, differentiable)
         hidden_s = kernel_hidden_s(calls, {"forward": time.forward_s, "backward": time.backward_s}, prices)
-    for (call, times), beside_s in zip(calls, hidden_s, strict=True):
-        yield from ((call, beside_s),) * times
+    for (call, times), overlapped_s in zip(calls, hidden_s, strict=True):
+        yield from ((call, overlapped_s),) * times
 
 
 def _reshard_collectives(
@@ -204,7 +204,7 @@ def running_costs(
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         copies_s = count * offload_s(memory, prices)
         leave_s, return_s = (
-            prices.host.exposed_s(copies_s, beside_s) for beside_s in (sum(forward_s), backward_s + recompute_s)
+            prices.host.exposed_s(copies_s, overlapped_s) for overlapped_s in (sum(forward_s), backward_s + recompute_s)
         )
         costs[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
@@ -231,7 +231,7 @@ def computing_runs(placed: PlacedLayer, prices: Prices, training: TrainingSpec) 
 def _between(runs: Sequence[PricedCollective], seconds: Sequence[float], prices: Prices) -> ComputingRuns:
     """The runs of compute of ops that take so many seconds, between these collectives."""
     of_all = _cut(seconds, {run.before for run in runs})
-    inside = [run for run in runs if goes_on_beside(Links.NETWORK, run.axis.links(prices.devices_per_node))]
+    inside = [run for run in runs if runs_concurrently(Links.NETWORK, run.axis.links(prices.devices_per_node))]
     if not inside:
         return ComputingRuns(of_all, of_all)
     longer = [*seconds, 0.0]
@@ -278,7 +278,7 @@ def storage_cost(
         once_s += copy_s
     sums_s = gradient_sums_s(placed, count, prices, training)
     return replace(
-        held_cost(placed, training),
+        memory_cost(placed, training),
         backward_s=sums_s,
         parameter_comm_s=seconds,
         forward_comm_s=ahead_s,

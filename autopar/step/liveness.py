@@ -197,10 +197,10 @@ class _Liveness:
     def _makers(self) -> dict[TensorKey, TensorNode]:
         return {key: node for node in self.graph.nodes for key in node.makes}
 
-    def _without_rerun(self, wanted: Iterable[TensorKey], again: frozenset[int]) -> set[TensorKey]:
-        """The tensors to keep so that running these nodes again gives `wanted`."""
+    def _without_rerun(self, needed: Iterable[TensorKey], again: frozenset[int]) -> set[TensorKey]:
+        """The tensors to keep so that running these nodes again gives `needed`."""
         ids = {id(self.graph.nodes[number]) for number in again}
-        return origins(wanted, self._makers, lambda node: id(node) in ids)
+        return origins(needed, self._makers, lambda node: id(node) in ids)
 
     def _around_rerun(self, again: frozenset[int] | None) -> set[TensorKey]:
         """What rerun ops read and make, which stays until the forward of an eager layer has run."""
@@ -266,12 +266,12 @@ class _Liveness:
             if not is_again and not dropped.keys().isdisjoint(node.saves):
                 is_again = True
                 now, with_weights, _ = moments[0]
-                beside = self._rerun_most(dropped, again) - freed
-                most, most_with_weights = max(most, now + beside), max(most_with_weights, with_weights + beside)
+                delta = self._rerun_most(dropped, again) - freed
+                most, most_with_weights = max(most, now + delta), max(most_with_weights, with_weights + delta)
                 freed -= sum(dropped.values())
             for now, with_weights, extra in moments[1:]:
-                beside = extra - freed
-                most, most_with_weights = max(most, now + beside), max(most_with_weights, with_weights + beside)
+                delta = extra - freed
+                most, most_with_weights = max(most, now + delta), max(most_with_weights, with_weights + delta)
             freed += node.saved_extra + sum(self.graph.sizes.get(key, 0.0) for key in last_reads.get(number, ()))
         return most, most_with_weights
 

@@ -15,7 +15,7 @@ from autopar.program import Layer, Program, TensorType, itemsize_bytes
 from autopar.step.op_states import OpState, assigned_state
 from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
 
-__all__ = ["PlacedLayer", "SharedStorage", "place", "place_whole", "stored_steps"]
+__all__ = ["PlacedLayer", "SharedStorage", "place", "place_whole", "stored_steps", "whole_strategy"]
 
 # Value name of a parameter that several layers read, or that the caller keeps -> (mesh, layout) of its one storage.
 SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
@@ -110,9 +110,13 @@ def place(
 
 def place_whole(program: Program, layer: Layer) -> PlacedLayer:
     """The layer on one device, in one microbatch."""
+    return place(program, layer, whole_strategy(layer))
+
+
+def whole_strategy(layer: Layer) -> LayerStrategy:
+    """The strategy of a layer that runs on one device, or on every device on whole values."""
     whole: Layout = (REPLICATE,)
-    strategy = LayerStrategy(
-        (1,), (("-",),) * len(layer.ops), (), (whole,) * len(layer.inputs), (whole,) * len(layer.outputs), (),
-        (whole,) * len(layer.state),
+    return LayerStrategy(
+        mesh=(1,), assignments=(("-",),) * len(layer.ops), time=(), inputs=(whole,) * len(layer.inputs),
+        outputs=(whole,) * len(layer.outputs), copies=(), storage=(whole,) * len(layer.state),
     )  # fmt: skip
-    return place(program, layer, strategy)

@@ -45,7 +45,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     Raises:
         PlanMismatchError: microbatches would need a movement between each other, or a layout does not divide.
     """
-    times = [_wanted_time(local, name) for name in local.layer.inputs] if arrival_times is None else arrival_times
+    times = [_read_time(local, name) for name in local.layer.inputs] if arrival_times is None else arrival_times
     builder = _Builder(local)
     inputs = [
         builder.arrive(name, layout, time)
@@ -63,7 +63,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     return in_pieces(whole, local.layer.name, local.pieces, local.recompute)
 
 
-def _wanted_time(local: PlacedLayer, name: str) -> Placement:
+def _read_time(local: PlacedLayer, name: str) -> Placement:
     """How an input arrives in time, as far as the layer alone can tell."""
     if name in local.program.inputs:
         return REPLICATE

@@ -218,14 +218,14 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             growth = dict(collective.growth).get(together, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
-            beside = rounds * axis.size if collective.is_ring and option.travelling else 0
+            overlap_parts = rounds * axis.size if collective.is_ring and option.travelling else 0
             times = rounds * (axis.size - 1) if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
-                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, beside)
+                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, overlap_parts)
                     yield call, pieces * times
                     if collective.returns:
-                        yield call._replace(beside=0), pieces * rounds
+                        yield call._replace(overlap_parts=0), pieces * rounds
         rounds *= axis.size if option.travelling else 1
 
 
@@ -240,14 +240,14 @@ def kernel_hidden_s(
     """
     step_bytes: dict[tuple[str, Axis], float] = {}
     for call, _ in calls:
-        if call.beside:
+        if call.overlap_parts:
             step_bytes[call.phase, call.axis] = step_bytes.get((call.phase, call.axis), 0.0) + call.num_bytes
     hidden: list[float] = []
     for call, _ in calls:
-        if not call.beside:
+        if not call.overlap_parts:
             hidden.append(0.0)
             continue
-        computing_s = phase_s[call.phase] / call.beside * call.num_bytes / step_bytes[call.phase, call.axis]
+        computing_s = phase_s[call.phase] / call.overlap_parts * call.num_bytes / step_bytes[call.phase, call.axis]
         free = 1.0 - prices.interference(call.kind, call.axis)
         hidden.append(min(computing_s, free * prices.collective_s(call.kind, call.axis, call.num_bytes)))
     return hidden

@@ -9,7 +9,7 @@ part, are saved
 
 Compute that waits for a collective of activations waits first for the one that is under way, so each of these ends a
 run of compute: a collective of parameters overlaps with the run in which it begins, and with no other.  One between
-nodes goes on while a collective of activations runs inside the nodes (`goes_on_beside`), so those don't end its run.
+nodes goes on while a collective of activations runs inside the nodes (`runs_concurrently`), so those don't end its run.
 
 A search minimises sums of seconds less these estimates; `hideable_s` bounds what can be saved.
 """
@@ -33,15 +33,15 @@ __all__ = [
     "Hideable",
     "ParameterTransfer",
     "Transfer",
-    "goes_on_beside",
     "hideable_s",
     "in_one_buffer",
     "overlapped_s",
     "parameter_transfers",
+    "runs_concurrently",
 ]
 
 
-def goes_on_beside(transfer: Links, collective: Links) -> bool:
+def runs_concurrently(transfer: Links, collective: Links) -> bool:
     """Whether a collective of parameters goes on while compute waits for a collective of activations.
 
     Each process group has a communicator and a stream of its own (https://github.com/pytorch/pytorch/issues/132852),
@@ -62,8 +62,8 @@ class Transfer(NamedTuple):
 
     @property
     def passes_nodes(self) -> bool:
-        """Whether it goes on beside collectives inside nodes."""
-        return goes_on_beside(self.links, Links.NODE)
+        """Whether it runs at the same time as collectives inside nodes."""
+        return runs_concurrently(self.links, Links.NODE)
 
 
 class ComputingRuns(NamedTuple):
@@ -71,7 +71,7 @@ class ComputingRuns(NamedTuple):
 
     Args:
         of_all: for transfers that wait while any collective of activations runs.
-        of_network: for those that go on beside collectives inside nodes, whose seconds are included.
+        of_network: for those that run at the same time as collectives inside nodes, whose seconds are included.
     """
 
     of_all: Sequence[float]

@@ -2,7 +2,7 @@
 
 `ParameterBytes` is the one record of bytes that prices, the search and the memory of a step read.
 
-Which of them are there at once follows from the ZeRO level (`ParameterBytes.held`)::
+Which of them are there at once follows from the ZeRO level (`ParameterBytes.counted_at`)::
 
     ZeRO   parameters                       gradients                                 optimizer
     0, 1   stored, and the copy             as the copy's sum, and reduced            stored
@@ -37,8 +37,8 @@ __all__ = [
     "brought_s",
     "gradient_sum_s",
     "gradient_sums_s",
-    "held_cost",
     "layer_parameters",
+    "memory_cost",
     "parameter_bytes",
     "shared_costs",
     "shared_parameter_bytes",
@@ -91,7 +91,7 @@ class ParameterBytes:
         """Whether its gradient would be reduced where it is, were it not in another dtype."""
         return self.is_sum_cast and not self.is_reordered
 
-    def held(self, zero: int) -> LayerCost:
+    def counted_at(self, zero: int) -> LayerCost:
         """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
         copied_bytes = self.copied_bytes
         own_bytes = self.sum_bytes if self.received_bytes else 0.0
@@ -169,7 +169,7 @@ def layer_parameters(placed: PlacedLayer, training: TrainingSpec) -> Iterator[tu
             yield flow, parameter_bytes(value.type.dtype, stored, copied, steps, trains=trains, training=training)
 
 
-def held_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
+def memory_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
     """The bytes of what the layer holds, as a search counts them; `training` is the layer's own.
 
     Buffers and constants are counted as they are stored.  Of parameters in shared storage, which the plan counts once,
@@ -179,15 +179,15 @@ def held_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
     sizes = (placed.local_bytes(flow.value.type, placed.storage[flow.producer]) for flow in others)
     costs = [LayerCost(parameter_bytes=sum(sizes))]
     for flow, part in layer_parameters(placed, training):
-        cost = part.held(placed.zero)
+        cost = part.counted_at(placed.zero)
         if flow.value.name in placed.shared:
             where = placed.shared[flow.value.name]
-            cost = _besides(cost, shared_parameter_bytes(flow.value, where, training).held(0))
+            cost = _without_shared(cost, shared_parameter_bytes(flow.value, where, training).counted_at(0))
         costs.append(cost)
     return sum(costs, LayerCost())
 
 
-def _besides(cost: LayerCost, shared: LayerCost) -> LayerCost:
+def _without_shared(cost: LayerCost, shared: LayerCost) -> LayerCost:
     return LayerCost(
         parameter_bytes=max(0.0, cost.parameter_bytes - shared.parameter_bytes),
         gradient_bytes=max(0.0, cost.gradient_bytes - shared.gradient_bytes),
@@ -279,5 +279,5 @@ def shared_costs(
             step_s = parameter_step_s(value, mesh, layout, rate_s, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
-        costs[name] = SharedCost(step_s, own.held(0), exchange_s)
+        costs[name] = SharedCost(step_s, own.counted_at(0), exchange_s)
     return costs

@@ -6,7 +6,7 @@ that compute loses meanwhile), a gather ahead of its products takes
 ``c + max((n - 1) c + k, a (n - 1) c + n k)``
 
 as the first piece arrives, and then whichever is slower goes on; a reduction behind a product takes the same, the
-other way round.  Backward, the product for the gradient of the matrix runs beside the last reductions, and behind the
+other way round.  Backward, the product for the gradient of the matrix overlaps with the last reductions, and behind the
 gathers.  What is copied to cut and join rows is a part of k.  c has a collective's latency and the bandwidth of a
 piece, k the efficiency of a product of a piece: both from the prices that whole ones have.
 """
@@ -40,14 +40,14 @@ _TIMED = ("layers", "scaled")  # prices from whole layers: of pieces there are n
 class _Phase(NamedTuple):
     """One run of the products, with the move in pieces: seconds of the move's pieces, and of the products'.
 
-    `whole_s` is what the products take in one piece, `beside_s` what else runs in the end.
+    `whole_s` is what the products take in one piece, `rest_s` what else runs in the end.
     """
 
     kind: str
     move_s: float
     piece_s: float
     whole_s: float
-    beside_s: float
+    rest_s: float
     comes_first: bool
 
 
@@ -61,20 +61,20 @@ def hidden_s(
     seconds: dict[str, float] = {}
     for name, phase in _phases(local, each, placed, prices, training):
         count, taken = each.count, prices.interference(phase.kind, each.move.steps[0].axis)
-        move_s, piece_s, beside_s = phase.move_s, phase.piece_s, phase.beside_s
+        move_s, piece_s, rest_s = phase.move_s, phase.piece_s, phase.rest_s
         if phase.comes_first:
             pipelined_s = move_s + max(
                 (count - 1) * move_s + piece_s, taken * (count - 1) * move_s + count * piece_s
             )  # fmt: skip
-            total_s = pipelined_s + beside_s
+            total_s = pipelined_s + rest_s
         else:
-            overlapped = (count if beside_s else count - 1) * move_s
+            overlapped = (count if rest_s else count - 1) * move_s
             total_s = max(
                 piece_s + count * move_s,
                 count * piece_s + taken * (count - 1) * move_s + move_s,
-                count * piece_s + taken * overlapped + beside_s,
+                count * piece_s + taken * overlapped + rest_s,
             )
-        whole_s = phase.whole_s + beside_s
+        whole_s = phase.whole_s + rest_s
         seconds[name] = count * move_s + whole_s - total_s
     return seconds
 

@@ -82,7 +82,7 @@ def pieced_collectives(local: LocalProgram, recompute: str = "none") -> dict[str
         if not isinstance(each, Reshard) or len(each.steps) != 1 or each.purpose != "copy":
             continue
         value = local.values[each.source].value
-        products = uses.products_beside(each) if value.role == "op" and value.type.is_floating else ()
+        products = uses.products_of(each) if value.role == "op" and value.type.is_floating else ()
         if products:
             whole = InPieces(each, products, 0, 1)
             move = each if whole.moves_first else replace(each, before=products[0].index + 1)
@@ -114,7 +114,7 @@ class _Uses:
             if isinstance(each, RunOp):
                 self._makers.update(dict.fromkeys(made, each))
 
-    def products_beside(self, move: Reshard) -> tuple[RunOp, ...]:
+    def products_of(self, move: Reshard) -> tuple[RunOp, ...]:
         """The products that alone read what a move gives, or the one that makes what it alone moves; else none."""
         kinds = move.steps[0].forward, move.steps[0].backward
         if kinds in _BEHIND and len(self._readers[move.source]) == 1 and move.source not in self._local.outputs:

@@ -10,12 +10,13 @@ from typing import Any, cast
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
+from autopar.plan.decisions import decision_problems
 from autopar.plan.records import encode_record
 from autopar.program import Layer, Op, Program
 from autopar.step.activation_policies import can_rerun, rerun_ops
-from autopar.step.plan_typing import decision_problems, derivation_problems, storage_problems
+from autopar.step.plan_typing import derivation_problems, storage_problems, value_problems
 
-__all__ = ["check_fit", "check_same_decisions"]
+__all__ = ["check_fit", "check_same_decisions", "check_same_program"]
 
 
 def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: bool = True) -> None:
@@ -30,7 +31,18 @@ def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
     Raises:
         PlanMismatchError: naming everything that doesn't fit, the first ten.
     """
-    problems = list(_problems(plan, program, world_size, same_shapes=same_shapes))
+    _refuse(
+        list(_program_problems(plan, program, world_size, same_shapes=same_shapes))
+        or list(_problems(plan, program, same_shapes=same_shapes))
+    )
+
+
+def check_same_program(plan: Plan, program: Program, world_size: int) -> None:
+    """Raise PlanMismatchError if `plan` was made for another program or another number of devices."""
+    _refuse(list(_program_problems(plan, program, world_size, same_shapes=True)))
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
         raise PlanMismatchError(
@@ -66,33 +78,34 @@ def _differences(place: str, here: Any, there: Any) -> Iterator[tuple[str, Any, 
         yield place, here, there
 
 
-def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:
+def _program_problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:
+    """What the plan was made for, and is not at hand."""
     if plan.world_size != world_size:
         yield f"it is for {plan.world_size} devices, but there are {world_size}"
     planned = tuple((layer.name, layer.kind) for layer in plan.layers)
     traced = tuple((layer.name, layer.kind) for layer in program.layers)
     if planned != traced:
         yield f"it has layers {_brief(planned)}, the model has {_brief(traced)}"
-        return
-    if same_shapes and plan.fingerprint != program.fingerprint:
+    elif same_shapes and plan.fingerprint != program.fingerprint:
         yield (
             f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
             f"here {program.fingerprint})"
         )
     if plan.piece_tokens != program.piece_tokens:
         yield f"it has logits of {plan.piece_tokens} tokens at a time (0: all), here it is {program.piece_tokens}"
-        return
     late = tuple(op.name for op in program.tail)
     if (plan.decisions.late_ops, plan.decisions.statistics) != (late, program.statistics):
         yield (
             f"it has late_ops and statistics {(plan.decisions.late_ops, plan.decisions.statistics)}, here they are "
             + (f"{(late, program.statistics)}")
         )
-        return
+
+
+def _problems(plan: Plan, program: Program, *, same_shapes: bool) -> Iterator[str]:
     problem = stages_problem(plan.decisions)
-    unknown = [problem] if problem else list(decision_problems(plan))
-    yield from unknown
-    if unknown:
+    inconsistent = [problem] if problem else list(decision_problems(plan.decisions)) or list(value_problems(plan))
+    yield from inconsistent
+    if inconsistent:
         return
     problems = [*_strategy_problems(plan, program, same_shapes=same_shapes)]
     if not problems and same_shapes:
@@ -103,9 +116,6 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
 def _strategy_problems(plan: Plan, program: Program, *, same_shapes: bool) -> Iterator[str]:
     seen: set[tuple[int, int]] = set()
     for layer, planned_layer in zip(program.layers, plan.layers, strict=True):
-        if not 0 <= planned_layer.strategy < len(plan.strategies):
-            yield f"layer {layer.name} has strategy {planned_layer.strategy} of {len(plan.strategies)}"
-            continue
         pair = planned_layer.kind, planned_layer.strategy
         if pair not in seen or not same_shapes:
             seen.add(pair)
@@ -118,9 +128,6 @@ def _brief(layers: tuple[tuple[str, int], ...]) -> str:
 
 def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, plan: Plan) -> Iterator[str]:
     where = f"layer {layer.name}"
-    if math.prod(strategy.mesh) != plan.group_size:
-        yield f"{where}: mesh {strategy.mesh} does not hold {plan.group_size} devices"
-        return
     parts = (("assignments", strategy.assignments, layer.ops), ("inputs", strategy.inputs, layer.inputs),
              ("factors in time", strategy.time, layer.ops if plan.num_microbatches > 1 else strategy.time),
              ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.state))  # fmt: skip
@@ -155,9 +162,6 @@ def _op_problems(
     op: Op, factors: tuple[str, ...], mesh: tuple[int, ...], time: tuple[str, int], where: str
 ) -> Iterator[str]:
     """`time` is the factor that microbatches split, and how many there are."""
-    if len(factors) != len(mesh):
-        yield f"{where}, {op.name}: {len(factors)} factors for a mesh of {len(mesh)} axes"
-        return
     options = {option.factor: option for option in op.options}
     # Any op may run whole, in "-" and "~".
     unknown = [factor for factor in (*factors, time[0]) if factor not in options and factor not in "-~"]
@@ -178,7 +182,7 @@ def _layout_problems(program: Program, name: str, layout: Layout, mesh: tuple[in
         return
     shape = program.type_of(name).shape
     text = f"{where}: {name} of shape {shape} can't have the layout {format_layout(layout)} on mesh {mesh}"
-    if len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
+    if any(p.is_shard and p.dim >= len(shape) for p in layout):
         yield text
         return
     try:

@@ -12,12 +12,10 @@ from autopar.step.boundary_values import sent_values, transfer_steps
 from autopar.step.layer_cost import placed_collectives
 from autopar.step.parameter_costs import shared_parameter_bytes
 from autopar.step.planned_layers import PlannedLayers
-from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
+from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls, run_s
 from autopar.step.training import TrainingSpec
 
-__all__ = [
-    "StepCollectives", "broadcast_outputs", "broadcast_s", "output_gathers", "plan_collectives", "step_collectives",
-]  # fmt: skip
+__all__ = ["StepCollectives", "broadcast_s", "output_gathers", "plan_collectives", "step_collectives"]
 
 
 def plan_collectives(
@@ -86,7 +84,7 @@ def step_collectives(layers: PlannedLayers, training: TrainingSpec) -> StepColle
         tuple(tuple(_returning(layers, index, training)) for index in range(len(layers.strategies))),
         tuple(_sent(layers, training)) if has_stages else (),
         tuple(_tied(layers, training)) if has_stages and training.is_training else (),
-        tuple(_broadcasts(layers)) if has_stages else (),
+        tuple(_broadcasts(layers.program, layers.decisions.pipeline_axis)) if has_stages else (),
     )
 
 
@@ -138,18 +136,16 @@ def output_gathers(layers: PlannedLayers, index: int) -> Iterator[PricedCollecti
         for call in reshard_calls(steps, num_bytes, has_gradient=False):
             yield priced(call, name, 1, "activation")
         if plan.num_groups > 1:
-            axis = Axis(plan.num_groups, plan.group_size)
-            yield PricedCollective(name, "broadcast", axis, num_bytes, 1, "forward", "output")
+            yield PricedCollective(name, "broadcast", plan.pipeline_axis, num_bytes, 1, "forward", "output")
 
 
 def _sent(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[int, PricedCollective]]:
     plan = layers.decisions
-    axis = Axis(plan.num_groups, plan.group_size)
     for sent in sent_values(layers.crossings, [stage.start for stage in plan.stages], layers.strategies):
         if plan.groups[sent.stage] == plan.groups[sent.stage + 1]:
             continue
         run = PricedCollective(
-            sent.crossing.value, "send", axis, sent.num_bytes, plan.num_microbatches, "forward", "stage"
+            sent.crossing.value, "send", plan.pipeline_axis, sent.num_bytes, plan.num_microbatches, "forward", "stage"
         )
         yield sent.stage, run
         if sent.crossing.requires_grad and training.is_training:
@@ -157,7 +153,7 @@ def _sent(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[int, 
 
 
 def _tied(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[tuple[int, ...], PricedCollective]]:
-    axis = Axis(layers.decisions.num_groups, layers.decisions.group_size)
+    axis = layers.decisions.pipeline_axis
     for name, where in layers.shared.items():
         value, groups = layers.program.values[name], sorted(layers.first_readers(name))
         if len(groups) > 1 and value.requires_grad:
@@ -166,19 +162,14 @@ def _tied(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[tuple
             yield tuple(groups), run
 
 
-def _broadcasts(layers: PlannedLayers) -> Iterator[PricedCollective]:
-    axis = Axis(layers.decisions.num_groups, layers.decisions.group_size)
-    for name in broadcast_outputs(layers.program):
-        num_bytes = float(layers.program.type_of(name).num_bytes)
-        yield PricedCollective(name, "broadcast", axis, num_bytes, 1, "forward", "output")
+def _broadcasts(program: Program, pipeline_axis: Axis) -> Iterator[PricedCollective]:
+    """What all device groups get at the end: the loss, or without one all outputs, and new values of buffers."""
+    for name in program.whole_results:
+        if program.values[name].role == "op":
+            num_bytes = float(program.type_of(name).num_bytes)
+            yield PricedCollective(name, "broadcast", pipeline_axis, num_bytes, 1, "forward", "output")
 
 
 def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
-    """Seconds to tell all device groups what they all get."""
-    sizes = (float(program.type_of(name).num_bytes) for name in broadcast_outputs(program))
-    return sum(prices.collective_s("broadcast", pipeline_axis, size) for size in sizes)
-
-
-def broadcast_outputs(program: Program) -> tuple[str, ...]:
-    """What all device groups get at the end: the loss, or without one all outputs, and new values of buffers."""
-    return tuple(name for name in program.whole_results if program.values[name].role == "op")
+    """Seconds of the broadcasts to all device groups."""
+    return sum(run_s(run, prices) for run in _broadcasts(program, pipeline_axis))

@@ -19,23 +19,20 @@ from autopar.step.instructions import LocalProgram, RunOp
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 
-__all__ = ["ZERO_LEVELS", "decision_problems", "derivation_problems", "storage_problems"]
+__all__ = ["ZERO_LEVELS", "derivation_problems", "storage_problems", "value_problems"]
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
 
-def decision_problems(plan: Plan) -> Iterator[str]:
-    """What is no such decision at all: counts, meshes, words."""
-    if plan.num_microbatches < 1:
-        yield f"num_microbatches is {plan.num_microbatches}, but must be 1 or more"
-    meshes = {f"strategies[{index}]": strategy.mesh for index, strategy in enumerate(plan.strategies)}
-    bad = [name for name, mesh in {"shared_mesh": plan.shared_mesh, **meshes}.items() if not _holds(mesh, plan)]
-    for name in bad:
-        mesh = plan.shared_mesh if name == "shared_mesh" else meshes[name]
-        yield f"{name}: mesh {mesh} does not hold the {plan.group_size} devices of the plan (or of a stage)"
-    if not bad:
+def value_problems(plan: Plan) -> Iterator[str]:
+    """Meshes that don't fit together, and words that stand for no decision; the decisions are consistent otherwise
+    (`autopar.plan.decisions.decision_problems`).
+    """
+    if math.prod(plan.shared_mesh) != plan.group_size:
+        yield f"shared_mesh {plan.shared_mesh} does not hold the {plan.group_size} devices of the plan (or of a stage)"
+    else:
         try:
-            refine_mesh(plan.shared_mesh, *meshes.values())
+            refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
         except ValueError as error:
             yield f"{error}: the strides of one must divide those of the others"
     for index, strategy in enumerate(plan.strategies):
@@ -43,10 +40,6 @@ def decision_problems(plan: Plan) -> Iterator[str]:
             yield f"strategies[{index}]: zero is {strategy.zero}, but must be one of {list(ZERO_LEVELS)}"
         if strategy.recompute not in policy_names() and not rerun_ops(strategy.recompute):
             yield f"strategies[{index}]: recompute is {strategy.recompute!r}, but must be one of {list(policy_names())}"
-
-
-def _holds(mesh: tuple[int, ...], plan: Plan) -> bool:
-    return all(size >= 1 for size in mesh) and math.prod(mesh) == plan.group_size
 
 
 def storage_problems(program: Program, plan: Plan) -> Iterator[str]:
@@ -82,8 +75,8 @@ def _stored(program: Program, value: str, layout: Layout, mesh: tuple[int, ...],
         yield f"{text}: a parameter is stored whole (R) or in slices (S)"
     elif any(placement.parts > 1 for placement in layout):
         yield f"{text}: files and optimizers know contiguous slices only: choose a slice of another dim, or R"
-    elif len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
-        yield f"{text}: one placement for each axis, of one of the {len(shape)} dims"
+    elif any(p.is_shard and p.dim >= len(shape) for p in layout):
+        yield f"{text}: a slice of one of the {len(shape)} dims"
     else:
         try:
             local_shape(shape, layout, mesh)

@@ -50,9 +50,6 @@ class LayerFacts:
         return self._known[key]
 
 
-Fact = TypeVar("Fact")
-
-
 @dataclass(eq=False)
 class PlannedLayers:
     """The layers of a program as a plan decides them.

@@ -100,14 +100,14 @@ class CollectiveCall(NamedTuple):
         phase: ``"forward"`` or ``"backward"``.
         axis: on which.
         num_bytes: of the larger side of one device's buffer.
-        beside: it overlaps with one of so many equal parts of its kernel's compute; 0: with nothing.
+        overlap_parts: it overlaps with one of so many equal parts of its kernel's compute; 0: with nothing.
     """
 
     kind: str
     phase: str
     axis: Axis
     num_bytes: float
-    beside: int = 0
+    overlap_parts: int = 0
 
 
 def reshard_calls(
@@ -140,7 +140,7 @@ class PricedCollective:
     `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
     ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
     runs before the op of index `before` (behind the last one: their number), in its backward the other way round.  Of
-    a piece of a larger one, `hidden_s` of its seconds pass beside compute (`autopar.step.piece_seconds`).
+    a piece of a larger one, `hidden_s` of its seconds overlap with compute (`autopar.step.piece_seconds`).
     """
 
     value: str

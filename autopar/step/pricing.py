@@ -12,22 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-
 from autopar.placement import Axis
 from autopar.plan import Decisions
 from autopar.plan.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
-from autopar.step.boundary_values import sent_values, transfer_parts_s
 from autopar.step.layer_cost import computing_seconds, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
 from autopar.step.model_flops import model_flops
 from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
-from autopar.step.plan_collectives import broadcast_s, output_gathers
+from autopar.step.plan_collectives import StepCollectives, output_gathers, step_collectives
 from autopar.step.planned_layers import LayerFacts, PlannedLayers
 from autopar.step.prices import Prices, run_s
 from autopar.step.row_cost import row_cost
@@ -90,10 +87,11 @@ class StepPricing:
     def prediction(self) -> Prediction:
         """Seconds and bytes, by layer and by stage."""
         layers, prices, training = self.layers, self.prices, self.training
-        costs = layer_costs(layers, prices, training)
+        between = step_collectives(layers, training)
+        costs = layer_costs(layers, between, prices, training)
         memory = step_memory(layers, training, self.schedules)
         peaks = [peak_bytes(moments) for moments in memory]
-        stages, sum_s = self._stages(costs, peaks)
+        stages, sum_s = self._stages(costs, between, peaks)
         outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
         is_same = abs(sum_s - self.step_s) <= _NOTHING * sum_s
         step_s = sum_s if is_same else self.step_s
@@ -119,14 +117,16 @@ class StepPricing:
             row=row_cost(layers, costs, prices, training, step_s, max(peaks)),
         )
 
-    def _stages(self, costs: tuple[LayerCost, ...], peaks: Sequence[float]) -> tuple[tuple[StageCost, ...], float]:
+    def _stages(
+        self, costs: tuple[LayerCost, ...], between: StepCollectives, peaks: Sequence[float]
+    ) -> tuple[tuple[StageCost, ...], float]:
         """The cost of every stage, and the seconds of the step if nothing overlaps in a layer."""
         decisions = self.decisions
         if not decisions.stages:
             return (), sum(cost.total_s for cost in costs)
         assert self.schedules is not None
         actions = decisions.shape.actions(self.schedules)
-        stages = _stage_costs(self.layers, costs, self.prices, self.training)
+        stages = _stage_costs(self.layers, costs, between, self.prices, self.training)
         flights = count_flights(actions, len(stages))
         measured = tuple(
             replace(cost, peak_memory_bytes=peaks[stage.group], in_flight=flight)
@@ -135,10 +135,16 @@ class StepPricing:
         return measured, pipeline_step_s(decisions.shape, actions, stages)
 
 
-def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> tuple[LayerCost, ...]:
-    """The cost of every layer, with moves to it and the parameters that it shares."""
+def layer_costs(
+    layers: PlannedLayers, between: StepCollectives, prices: Prices, training: TrainingSpec
+) -> tuple[LayerCost, ...]:
+    """The cost of every layer, with moves to it (of `between`) and the parameters that it shares."""
     costs = layers.find("cost", lambda placed: placed_cost(placed, prices, training))
-    for index, (ahead_s, back_s) in _arrival_seconds(layers, prices, training).items():
+    for index, runs in enumerate(between.arriving):
+        ahead_s, back_s = (
+            layers.decisions.num_microbatches * sum(run_s(run, prices) for run in runs if run.phase == phase)
+            for phase in ("forward", "backward")
+        )
         costs[index] += LayerCost(activation_comm_s=ahead_s + back_s, forward_comm_s=ahead_s)
     size, groups = layers.decisions.group_size, layers.decisions.num_groups
     for name, shared in shared_costs(layers.program, layers.shared, prices, training, size, groups).items():
@@ -156,7 +162,7 @@ def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -
 def _output_seconds(layers: PlannedLayers, prices: Prices) -> list[float]:
     """Per layer, seconds to make the caller's outputs of it, other than the loss, whole on every rank."""
     runs = (output_gathers(layers, index) for index in range(len(layers.placed)))
-    return [sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in own) for own in runs]
+    return [sum(run_s(run, prices) for run in own) for own in runs]
 
 
 def _optimizer_gathers_s(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> float:
@@ -171,42 +177,25 @@ def _optimizer_gathers_s(layers: PlannedLayers, prices: Prices, training: Traini
     return seconds / layers.decisions.num_groups
 
 
-def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> dict[int, tuple[float, float]]:
-    """Index of a layer -> seconds to bring it what other layers produce, and the gradients back."""
-    arrival_s: dict[int, tuple[float, float]] = {}
-    for crossing in layers.crossings:
-        source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
-        ahead_s, back_s = transfer_parts_s(
-            prices,
-            crossing.tensor,
-            crossing.requires_grad and training.is_training,
-            layers.decisions.num_microbatches,
-            (source.mesh, source.outputs[crossing.output]),
-            (target.mesh, target.inputs[crossing.input]),
-        )
-        before = arrival_s.get(crossing.reader, (0.0, 0.0))
-        arrival_s[crossing.reader] = before[0] + ahead_s, before[1] + back_s
-    return arrival_s
-
-
 def _stage_costs(
-    layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec
+    layers: PlannedLayers,
+    costs: tuple[LayerCost, ...],
+    between: StepCollectives,
+    prices: Prices,
+    training: TrainingSpec,
 ) -> tuple[StageCost, ...]:
     decisions = layers.decisions
-    axis = Axis(decisions.num_groups, decisions.group_size)
-    sends = np.zeros((len(decisions.stages), 2))
-    starts = [stage.start for stage in decisions.stages]
-    for sent in sent_values(layers.crossings, starts, layers.strategies):
-        has_gradient = sent.crossing.requires_grad and training.is_training
-        seconds = prices.collective_s("send", axis, sent.num_bytes)
-        sends[sent.stage] += seconds, seconds if has_gradient else 0.0
+    sends_s = [[0.0, 0.0] for _ in decisions.stages]  # over the cut behind each stage, and back
+    for stage, run in between.sent:
+        is_back = run.phase == "backward"
+        sends_s[stage - is_back][is_back] += run_s(run, prices)
     splits = [splits_backward(strategy, compiled=training.compiled) for strategy in layers.strategies]
     return stage_costs(
         decisions.shape,
-        [*starts, len(costs)],
+        [*(stage.start for stage in decisions.stages), len(costs)],
         CostColumns.of(costs, splits, decisions.num_microbatches),
-        [(float(ahead), float(back)) for ahead, back in sends],
-        broadcast_s(layers.program, prices, axis),
+        [(ahead_s, back_s) for ahead_s, back_s in sends_s],
+        sum(run_s(run, prices) for run in between.broadcasts),
     )
 
 

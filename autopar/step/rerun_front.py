@@ -82,8 +82,8 @@ def rerun_front(program: Program, layer: Layer, prices: Prices, training: Traini
     saving = graph
     if training.compiled:
         saving = fused_layer(placed, fuses_attention=training.fuses_attention, is_training=True).graph
-    wanted = {key for node in saving.nodes for key in node.saves if key in graph.sizes}
-    return _Hull(graph, seconds, wanted).points()
+    saved = {key for node in saving.nodes for key in node.saves if key in graph.sizes}
+    return _Hull(graph, seconds, saved).points()
 
 
 def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
@@ -100,16 +100,16 @@ def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
 class _Hull:
     """The hull of one layer's choices."""
 
-    def __init__(self, graph: TensorGraph, seconds: Mapping[str, float], wanted: Set[TensorKey]) -> None:
-        """`wanted`: what is kept if nothing is computed again."""
-        self.graph, self.seconds, self.wanted = graph, seconds, wanted
+    def __init__(self, graph: TensorGraph, seconds: Mapping[str, float], saved: Set[TensorKey]) -> None:
+        """`saved`: what is kept if nothing is computed again."""
+        self.graph, self.seconds, self.saved = graph, seconds, saved
         self.maker: dict[TensorKey, Op | None] = {
             key: node.op for node in graph.nodes for key in node.makes if node.op is not None and can_rerun(node.op)
         }
 
     def points(self) -> tuple[RerunChoice, ...]:
         least_s = min((each for each in self.seconds.values() if each > 0), default=0.0)
-        if not self.wanted or not least_s:
+        if not self.saved or not least_s:
             return ()
         dearest = 2 * sum(self.seconds.values())  # a byte costs more than all ops
         points = follow_hull(self._best_at, dearest, _MAX_CUTS)
@@ -129,7 +129,7 @@ class _Hull:
         """
         flow = _networkx.DiGraph()
         flow.add_nodes_from(("source", "sink"))
-        for key in self.wanted:
+        for key in self.saved:
             flow.add_edge("source", key)  # without a capacity it is never cut
         for key, num_bytes in self.graph.sizes.items():
             op = self.maker.get(key)
@@ -150,7 +150,7 @@ class _Hull:
 
     def _choice(self, rerun: frozenset[str]) -> RerunChoice:
         """Of these ops, those of which something is needed: a cut may have others that cost nothing on its side."""
-        needed, names = set(self.wanted), set[str]()
+        needed, names = set(self.saved), set[str]()
         for node in reversed(self.graph.nodes):
             if node.op and node.op.name in rerun and not needed.isdisjoint(node.makes):
                 names.add(node.op.name)

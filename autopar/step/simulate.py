@@ -3,10 +3,10 @@
 Each device group works through its actions (`autopar.step.actions`), layer by layer: one stream computes and runs what
 it waits for, one moves parameters and gradients, one copies between device and host.  A collective that computing waits
 for runs at once, as soon as the collective that is under way has ended, and no other begins before it ends; but those
-of parameters between nodes go on beside those inside nodes (`autopar.step.overlap_estimate.goes_on_beside`).  What
-computing does not wait for runs in the order in which it was started, and takes as long as it does alone; what computes
-at the same time goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one
-pair).
+of parameters between nodes run at the same time as those inside nodes
+(`autopar.step.overlap_estimate.runs_concurrently`).  What computing does not wait for runs in the order in which it was
+started, and takes as long as it does alone; what computes at the same time goes on at ``1 - taken`` of its speed
+(`benchmarks.published.overlap.both_s` is the closed form of one pair).
 
 At the end the loss is broadcast to all groups, which reduce what is left, exchange tied gradients, and run
 the optimizer.
@@ -23,7 +23,7 @@ from autopar.program import Program
 from autopar.schedules.action_lists import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
 from autopar.step.memory import step_memory, timed_memory
-from autopar.step.overlap_estimate import goes_on_beside
+from autopar.step.overlap_estimate import runs_concurrently
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.step_work import Item, StepWork, step_work
@@ -66,7 +66,7 @@ class _Queue:
 class Streams:
     """Runs items one after the other and notes when; `now_s` is the clock of the computing stream.
 
-    Beside it collectives run in one queue and copies between device and host in another.
+    At the same time collectives run in one queue and copies between device and host in another.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Streams:
         if self._holds_up(item) and network.left_s < network.items[0].seconds:  # it is under way
             self._end_first(network)
         start_s, left_s = self.now_s, item.seconds
-        while left_s > 0 and (busy := self._beside(item)):
+        while left_s > 0 and (busy := self._concurrent(item)):
             first = min(busy, key=lambda queue: queue.left_s)
             # Copies to the host take none of a collective's speed.
             slowing = [queue for queue in busy if queue is network or not item.is_collective]
@@ -116,9 +116,9 @@ class Streams:
     def _holds_up(self, item: Item) -> bool:
         """Whether the next collective of parameters and this item can't run at the same time."""
         items = self._network.items
-        return item.is_collective and bool(items) and not goes_on_beside(items[0].links, item.links)
+        return item.is_collective and bool(items) and not runs_concurrently(items[0].links, item.links)
 
-    def _beside(self, item: Item) -> list[_Queue]:
+    def _concurrent(self, item: Item) -> list[_Queue]:
         """The queues that go on while the computing stream runs this item."""
         return [queue for queue in self._busy() if queue is self._host or not self._holds_up(item)]
 

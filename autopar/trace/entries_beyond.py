@@ -74,8 +74,8 @@ def _computed(pair: OpPair, fills: Mapping[int, Fill]) -> Fill:
         if fill is None:
             return None
         values[str(place)] = torch.tensor(fill, dtype=getattr(torch, pair.operands[place][0].dtype))
-    found = _run(op, values)
-    return None if found is None else found.item()
+    result = _run(op, values)
+    return None if result is None else result.item()
 
 
 def _beyond(pair: OpPair, arg: Arg, fills: Mapping[int, Fill]) -> Fill:
@@ -106,18 +106,18 @@ def _entries(pair: OpPair, cut: set[tuple[int, int]], made: tuple[int, int]) -> 
         if part is None:
             return None
         values[str(place)] = part
-    found = _run(op, values)
+    result = _run(op, values)
     shape = (*kinds.shape[: made[1]], 1, *kinds.shape[made[1] + 1 :])
-    return found if found is not None and found.shape == shape and found.numel() else None
+    return result if result is not None and result.shape == shape and result.numel() else None
 
 
 def _run(op: Op, values: Mapping[str, Tensor]) -> Tensor | None:
     """The result of an op with one result, on operands keyed by position; None if it can't run on them."""
     try:
-        (found,) = run_op(op.with_numbered_operands(), values)
+        (result,) = run_op(op.with_numbered_operands(), values)
     except (KeyError, RuntimeError, TypeError, ValueError):
         return None
-    return cast("Tensor", found)
+    return cast("Tensor", result)
 
 
 def _slice_beyond(pair: OpPair, place: int, dim: int | None) -> Tensor | None:

@@ -62,12 +62,12 @@ def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
     """What is known of a result; None unless its longer dims are those that rules account for."""
     long, short = (kind.shape for kind in kinds)
     is_of_labels = carries_labels(pair, place)
-    found = {
+    known = {
         dim: longer._replace(is_of_labels=is_of_labels)
         for (which, dim), longer in pair.made.items() if which == place
     }  # fmt: skip
     differs = {dim for dim, (a, b) in enumerate(zip(long, short, strict=False)) if a != b}
-    return found if found.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
+    return known if known.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
 
 
 def _split(pair: OpPair, option: Option) -> None:
@@ -109,15 +109,15 @@ def _is_nothing_beyond(pair: OpPair, cut: set[tuple[int, int]]) -> bool:
 def _differing(op: Op, other: Op) -> set[int | str]:
     """The arguments whose literals differ."""
     one, two = op.with_numbered_operands(), other.with_numbered_operands()
-    found: set[int | str] = {place for place in range(max(len(one.args), len(two.args)))
-                             if not _alike(one.args[place : place + 1], two.args[place : place + 1])}  # fmt: skip
+    differing: set[int | str] = {place for place in range(max(len(one.args), len(two.args)))
+                                 if not _equal(one.args[place : place + 1], two.args[place : place + 1])}  # fmt: skip
     first, second = dict(one.kwargs), dict(two.kwargs)
-    return found | {key for key in first.keys() | second.keys() if not _alike(first.get(key), second.get(key))}
+    return differing | {key for key in first.keys() | second.keys() if not _equal(first.get(key), second.get(key))}
 
 
-def _alike(a: Arg, b: Arg) -> bool:
+def _equal(a: Arg, b: Arg) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
@@ -138,8 +138,8 @@ def _fits(arg: Arg, shape: tuple[int, ...]) -> bool:
 # ---------------------------------------------------------------- ops that can't be split along a longer dim
 
 
-def _dim_of(pair: OpPair, place: int, default: Arg = 0) -> int:
-    dim, rank = argument(pair.op, place, "dim", default), len(pair.operands[0][0].shape)
+def _dim_of(pair: OpPair, default: int = 0) -> int:
+    dim, rank = argument(pair.op, 1, "dim", default), len(pair.operands[0][0].shape)
     return dim % rank if isinstance(dim, int) and rank else -1
 
 
@@ -162,7 +162,7 @@ def _attention(pair: OpPair) -> None:
 
 
 def _softmax(pair: OpPair) -> None:
-    place = (0, _dim_of(pair, 1, -1))
+    place = (0, _dim_of(pair, -1))
     if place in pair.longer() and pair.states[0][place[1]].fill == -math.inf:
         pair.is_followed.add(place)
         pair.made[place] = Longer(0.0)
@@ -170,7 +170,7 @@ def _softmax(pair: OpPair) -> None:
 
 def _running(pair: OpPair) -> None:
     """Cumulative ops: each entry depends only on earlier ones."""
-    place = (0, _dim_of(pair, 1))
+    place = (0, _dim_of(pair))
     if place in pair.longer():
         pair.is_followed.add(place)
         pair.made[place] = Longer()
@@ -178,7 +178,7 @@ def _running(pair: OpPair) -> None:
 
 def _slice(pair: OpPair) -> None:
     """slice(x, dim, start, end, step)."""
-    dim = _dim_of(pair, 1)
+    dim = _dim_of(pair)
     size, shorter = _sizes_of(pair.operands[0], dim)
     spans = [range(length)[_span(op)] for op, length in ((pair.op, size), (pair.other, shorter))]
     long, short = spans
@@ -207,7 +207,7 @@ def _span(op: Op) -> slice:
 
 def _select(pair: OpPair) -> None:
     """select(x, dim, index)."""
-    dim = _dim_of(pair, 1)
+    dim = _dim_of(pair)
     if dim not in pair.states[0]:
         return
     size, shorter = _sizes_of(pair.operands[0], dim)

@@ -51,15 +51,15 @@ class LongerProgram:
 def ignored_labels(program: Program) -> dict[str, int]:
     """The inputs that are targets of a cross entropy, directly or through views and copies -> its ``ignore_index``."""
     made_by = {name: op for _, op in _ops(program) for name in op.results}
-    found: dict[str, int] = {}
+    ignored: dict[str, int] = {}
     for _, op in _ops(program):
         pair = OpPair.of_one(op)
         name = pair.target
         while name in made_by and len(made_by[name].operands) == 1:
             name = made_by[name].operands[0]
         if name in program.inputs and isinstance(pair.ignore_index, int):
-            found[name] = pair.ignore_index
-    return found
+            ignored[name] = pair.ignore_index
+    return ignored
 
 
 def compare(short: Traced, long: Traced, fills: Mapping[str, Fill], *, has_copies: bool = False) -> LongerProgram:
@@ -116,10 +116,10 @@ class _Comparison:
             raise PaddingError("the loss is a different output")
         cuts: dict[str, dict[int, int]] = {}
         for name, other in zip(long.outputs, short.outputs, strict=True):
-            found = self._need(name, other)
-            if any(longer.blocks > 1 for longer in found.values()):
+            prefix = self._need(name, other)
+            if any(longer.blocks > 1 for longer in prefix.values()):
                 raise PaddingError(f"output {name} has rows and positions flattened into one dim")
-            lengths = {dim: short.type_of(other).shape[dim] for dim in found}
+            lengths = {dim: short.type_of(other).shape[dim] for dim in prefix}
             if lengths:
                 cuts[name] = lengths
         buffers = {long.parameters[old]: new for old, new in long.updates.items()}
@@ -148,7 +148,7 @@ class _Comparison:
              for a, b in zip(op.results, other.results, strict=True)],
             [(self.long.constants.get(a), self.short.constants.get(b)) for a, b in self._types(op, other)],
         )  # fmt: skip
-        found = follow(pair, is_known=not bad) if same else None
+        results = follow(pair, is_known=not bad) if same else None
         self.made_by |= dict.fromkeys(op.results, op)
         if not self.has_copies:
             self._check_places(op)
@@ -156,10 +156,10 @@ class _Comparison:
             raise PaddingError(
                 f"{op.source}: {op.target} reads labels, which are padded with {pair.reads_out_of_range}"
             )
-        if pair.last is not None and found is not None:
+        if pair.last is not None and results is not None:
             self.last[op.name] = pair.last
         for place, (name, its) in enumerate(zip(op.results, other.results, strict=True)):
-            self.names[name], self.known[name] = its, None if found is None else found[place]
+            self.names[name], self.known[name] = its, None if results is None else results[place]
             if self.known[name] is None:
                 self.where[name] = self.where.get(bad) or f"{op.source}: {op.target} may mix padding with other entries"
 

@@ -177,14 +177,14 @@ class Recorder:
         """Inside, ops run on fake tensors and are not recorded."""
         return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
 
-    def new_tensors(self, wanted: Sequence[Result]) -> list[Tensor]:
+    def new_tensors(self, results: Sequence[Result]) -> list[Tensor]:
         """Fake tensors with memory of their own; those that have a gradient are no leaves."""
         with self.unrecorded(), no_dispatch():
-            metas = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in wanted]
+            metas = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in results]
         made: list[Tensor] = [
-            FakeTensor(self._fakes, meta, each.device) for meta, each in zip(metas, wanted, strict=True)
+            FakeTensor(self._fakes, meta, each.device) for meta, each in zip(metas, results, strict=True)
         ]
-        places = [place for place, each in enumerate(wanted) if each.has_gradient]
+        places = [place for place, each in enumerate(results) if each.has_gradient]
         if places:
             with torch.enable_grad():
                 computed = _APPLY(_ANCHOR, [made[place] for place in places])
@@ -398,10 +398,10 @@ def is_same_computation(one: Tensor, other: Tensor) -> bool:
     if mode is None:
         return False
     slots: list[Any] = [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in (one, other)]
-    return all(slot is not None for slot in slots) and _are_alike(*(slot.proxy.node for slot in slots))
+    return all(slot is not None for slot in slots) and _are_equal(*(slot.proxy.node for slot in slots))
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return one == other
     if one is other:
@@ -413,7 +413,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     if any(is_plain(user.target) and torch_internals.writes(user.target) for node in nodes for user in node.users):
         return False
     leaves, structures = zip(*(torch_internals.flatten((node.args, node.kwargs)) for node in nodes), strict=True)
-    return structures[0] == structures[1] and all(map(_are_alike, *leaves))
+    return structures[0] == structures[1] and all(map(_are_equal, *leaves))
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from autopar.api import ExampleInputs
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import on_gradient, run_backward
-from autopar.placement import REPLICATE, Layout
-from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer
+from autopar.plan import Decisions, Plan, PlannedLayer
 from autopar.program import Layer, Program
+from autopar.step.local_layer import whole_strategy
 from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of, run_ranks
 
@@ -92,13 +92,6 @@ def _observe_layers(parallel: ParallelModule, observed: Observed) -> None:
 
 def single_device_plan(program: Program) -> Plan:
     """The plan that runs every op whole on one device."""
-    whole: Layout = (REPLICATE,)
-    strategies = tuple(
-        LayerStrategy(
-            mesh=(1,), assignments=(("-",),) * len(layer.ops), time=(), inputs=(whole,) * len(layer.inputs),
-            outputs=(whole,) * len(layer.outputs), copies=(), storage=(whole,) * len(layer.state),
-        )
-        for layer in program.kinds
-    )  # fmt: skip
+    strategies = tuple(map(whole_strategy, program.kinds))
     layers = tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers)
     return Plan(Decisions(program.fingerprint, 1, 1, layers, strategies, shared_mesh=(1,), shared_storage=()))

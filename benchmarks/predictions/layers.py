@@ -36,9 +36,8 @@ from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
 from autopar.lower.program.single_layer import SingleLayer
-from autopar.placement import REPLICATE
-from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
+from autopar.step.local_layer import whole_strategy
 from tests import models
 
 _CPU = torch.device("cpu")
@@ -118,16 +117,10 @@ def _cases(words: str) -> Iterator[list[Case]]:
                 name,
                 layer,
                 traced.program,
-                SingleLayer(traced.program, layer, _whole(layer), constants=traced.constants),
+                SingleLayer(traced.program, layer, whole_strategy(layer), constants=traced.constants),
             )
             for layer in traced.program.kinds
         ]
-
-
-def _whole(layer: Layer) -> LayerStrategy:
-    one = (REPLICATE,)
-    inputs, outputs, held = (((one,) * len(names)) for names in (layer.inputs, layer.outputs, layer.state))
-    return LayerStrategy((1,), (("-",),) * len(layer.ops), (), inputs, outputs, (), held)
 
 
 def _time(cases: list[Case]) -> list[tuple[float, float]]:
@@ -144,7 +137,7 @@ def _measure_ops(budget_s: float, *, is_dense: bool) -> dict[tuple[str, int], Po
     found: dict[tuple[str, int], Point] = {}
     for probe in probes:
         for each in probe.measure(budget_s * probe.share / shares):
-            found[each.key, counts[each.key]] = Point(each.amount, each.taken.seconds, each.taken.spread)
+            found[each.key, counts[each.key]] = Point(each.amount, each.sample.seconds, each.sample.spread)
             counts[each.key] += 1
     return found
 

@@ -16,13 +16,14 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.single_layer import SingleLayer
 from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.placement import Axis, local_shape
-from autopar.plan import LayerStrategy, Plan
+from autopar.plan import Plan
 from autopar.planning.document_lengths import read_lengths, with_lengths
 from autopar.planning.group_plans import plan_groups
 from autopar.planning.length_plans import FamilyPlanner
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, search
+from autopar.step.local_layer import whole_strategy
 from tests.data.test_balanced import rows_of_tokens, small_llama
 from tests.models import make_plain_gpt
 from tests.zoo import plan_for, quick_prices, subject
@@ -81,17 +82,10 @@ def test_a_timed_layer_takes_longer_if_there_is_more_of_it():
     seconds = []
     for program in (small, large):
         layer = program.layers[1]
-        whole = LayerStrategy(
-            (1,), (("-",),) * len(layer.ops), (), _whole(layer.inputs), _whole(layer.outputs), (), _whole(layer.state)
-        )
-        lone = SingleLayer(program, layer, whole)
+        lone = SingleLayer(program, layer, whole_strategy(layer))
         seconds.append(time_layer(lone.forward, lone.backward, torch.device("cpu"), 0.1))
     assert 0 < seconds[0].forward_s < seconds[1].forward_s / 2
     assert 0 < seconds[0].backward_s < seconds[1].backward_s / 2
-
-
-def _whole(values):
-    return (plan_for("llama", 1).strategies[0].outputs[0],) * len(values)
 
 
 class _Slow(LayerTimer):

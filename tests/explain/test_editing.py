@@ -73,7 +73,7 @@ def test_a_config_gets_values_to_be_rehearsed_with_where_it_is_small(
     assert "2 ranks against one device" in capsys.readouterr().out
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 8)
     assert main([*given, "--check", plan, "--rehearse"]) == 1
-    assert "twin with fewer and narrower layers" in capsys.readouterr().err
+    assert "smaller copy of the model, with fewer and narrower layers" in capsys.readouterr().err
 
 
 def test_measured_prices_are_told_and_belong_to_the_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

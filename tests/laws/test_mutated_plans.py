@@ -64,8 +64,8 @@ def test_what_ran_with_wrong_numbers_is_refused() -> None:
     check_fit(plan, program, 4)
     refused(with_strategy(zero=7), r"zero is 7, but must be one of \[0, 1, 2, 3\]")
     refused(with_strategy(recompute="garbage"), "recompute is 'garbage', but must be one of")
-    refused(plan.with_decisions(num_microbatches=0), "num_microbatches is 0")
-    refused(with_strategy(mesh=(-2, -2)), "does not hold the 4 devices")
+    refused(plan.with_decisions(num_microbatches=0), "num_microbatches: 0 is not a number")
+    refused(with_strategy(mesh=(-2, -2)), r"mesh \(-2, -2\): -2 is not a number of devices")
     sums = tuple(tuple(PARTIAL for _ in layout) for layout in first.storage)
     refused(with_strategy(storage=sums), "stored whole")
     shapes = [program.type_of(name).shape for name in program.layers[0].state]

@@ -160,7 +160,7 @@ def test_reshard_tables_price_exactly_what_reshard_lists(mesh: tuple[int, ...]) 
 def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: float, transient: float) -> None:
     stored = 400 if zero == 0 else 50
     steps = reshard((shard(0) if zero else REPLICATE,), (REPLICATE,), (8,))
-    memory = parameter_bytes("bfloat16", stored, 400, steps, trains=True, training=TrainingSpec()).held(zero)
+    memory = parameter_bytes("bfloat16", stored, 400, steps, trains=True, training=TrainingSpec()).counted_at(zero)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.transient_bytes) == (
         parameter,
         gradient,
@@ -171,7 +171,7 @@ def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: f
 
 def test_a_copy_that_is_cut_in_another_dim_than_the_storage_is_a_tensor_of_its_own() -> None:
     steps = reshard((shard(0),), (shard(1),), (8,))
-    memory = parameter_bytes("bfloat16", 50, 50, steps, trains=True, training=TrainingSpec()).held(0)
+    memory = parameter_bytes("bfloat16", 50, 50, steps, trains=True, training=TrainingSpec()).counted_at(0)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.transient_bytes) == (200.0, 200.0, 0.0)
 
 
@@ -192,14 +192,14 @@ def test_a_shared_parameter_that_a_layer_reads_in_another_dim_costs_it_a_copy() 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer() -> None:
     steps = reshard((shard(0),), (REPLICATE,), (8,))
-    memory = parameter_bytes("bfloat16", 50, 400, steps, trains=False, training=TrainingSpec()).held(3)
+    memory = parameter_bytes("bfloat16", 50, 400, steps, trains=False, training=TrainingSpec()).counted_at(3)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes) == (100.0, 0.0, 0.0)
     assert memory.transient_bytes == 800.0
 
 
 def test_storage_in_another_precision_keeps_a_copy_to_compute_with() -> None:
     mixed = TrainingSpec(storage_itemsize_bytes=4)
-    memory = parameter_bytes("bfloat16", 400, 400, (), trains=True, training=mixed).held(0)
+    memory = parameter_bytes("bfloat16", 400, 400, (), trains=True, training=mixed).counted_at(0)
     assert memory.parameter_bytes == 400 * 4 + 400 * 2
 
 

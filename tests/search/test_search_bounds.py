@@ -18,7 +18,7 @@ from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_search import PipelineSearch
-from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
+from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStageSearch
@@ -143,7 +143,7 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         assert not isinstance(assignment, str)
         tables = least_compute(context, count, assignment.factors)
         shape = plan.decisions.shape
-        bound_s = relaxed_step_s(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s)
+        bound_s = max(relaxed_bounds(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s))
         assert 0 < bound_s <= plan.step_time_s
 
 
@@ -161,7 +161,7 @@ def test_no_pipeline_is_faster_than_its_bound_with_everything_overlapped(
     actions, found = shape.actions(schedule_actions), 0
     for candidates in (each.candidates for each in results[0].bounds if each.shape == shape and each.candidates):
         bounds = [
-            relaxed_step_s(tables, shape, actions, 2 * plan.step_time_s)
+            max(relaxed_bounds(tables, shape, actions, 2 * plan.step_time_s))
             for tables in (candidates.least_tables, candidates.tables)
         ]
         assert 0 < bounds[0] < bounds[1]

@@ -17,7 +17,7 @@ from autopar.plan import Plan, Stage
 from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
-from autopar.schedules.action_lists import peak_held
+from autopar.schedules.action_lists import peak_in_flight
 from autopar.search import SearchRequest, TrainingSpec, plan_like, plan_search, search
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.pipeline_search import dividing_counts
@@ -87,7 +87,7 @@ def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], t
         assert total_s == pytest.approx(count * (found.forward_s + found.backward_s) + once_s - broadcast_s * is_first)
         held.append(sum(cost.saved_bytes for cost in costs))
         until_weights.append(held[-1] + sum(cost.split_bytes for cost in costs))
-    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(until_weights))):
+    for group, peak in enumerate(peak_in_flight(actions, tuple(held), tuple(until_weights))):
         own = [stage for stage in plan.stages if stage.group == group]
         costs = [cost for stage in own for cost in costs_of(plan, stage)]
         static = sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
@@ -275,7 +275,7 @@ def test_what_a_backward_in_two_parts_keeps_between_them_is_counted(schedule: st
         own + sum(cost.split_bytes for cost in costs_of(free, stage))
         for own, stage in zip(held, free.stages, strict=True)
     ]
-    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(until_weights))):
+    for group, peak in enumerate(peak_in_flight(actions, tuple(held), tuple(until_weights))):
         costs = [cost for stage in free.stages if stage.group == group for cost in costs_of(free, stage)]
         counted = peak + sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
         assert free.group_peak_bytes(group) <= counted * 1.02  # what is sent and handed on apart

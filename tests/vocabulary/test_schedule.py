@@ -19,7 +19,7 @@ from autopar.schedules.action_lists import (
     StageCost,
     Timeline,
     parse_action,
-    peak_held,
+    peak_in_flight,
     simulate_schedule,
 )
 
@@ -122,22 +122,22 @@ def test_interleaved_zero_bubble_fills_with_weights(groups: int, microbatches: i
 def test_what_is_held_at_the_peak(groups: int, microbatches: int):
     held, weights = (10.0,) * groups, (0.0,) * groups
     fill_first = schedule_actions("gpipe", groups, groups, microbatches)
-    assert peak_held(fill_first, held, weights) == (10.0 * microbatches,) * groups
+    assert peak_in_flight(fill_first, held, weights) == (10.0 * microbatches,) * groups
     in_turn = schedule_actions("1f1b", groups, groups, microbatches)
-    assert peak_held(in_turn, held, weights) == tuple(10.0 * min(microbatches, groups - s) for s in range(groups))
+    assert peak_in_flight(in_turn, held, weights) == tuple(10.0 * min(microbatches, groups - s) for s in range(groups))
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_zbv_holds_as_much_on_every_group(groups: int):
     # 2 G halves of what a stage of 1F1B holds: as much as 1F1B's first stage
     actions = schedule_actions("zbv", groups, 2 * groups, 4 * groups)
-    assert peak_held(actions, (1.0,) * 2 * groups, (0.25,) * 2 * groups) == (2.0 * groups,) * groups
+    assert peak_in_flight(actions, (1.0,) * 2 * groups, (0.25,) * 2 * groups) == (2.0 * groups,) * groups
 
 
 def test_a_weight_half_is_held_until_its_w():
     actions = lists("0F0 0F1 0I0 0F2 0W0 0I1 0I2 0W1 0W2 1F0 1B0")
-    assert peak_held(actions, (10.0, 1.0), (4.0, 0.0)) == (24.0,)  # after 0F2: two whole ones, and one half
-    assert peak_held(actions, (10.0, 100.0), (4.0, 0.0)) == (100.0,)
+    assert peak_in_flight(actions, (10.0, 1.0), (4.0, 0.0)) == (24.0,)  # after 0F2: two whole ones, and one half
+    assert peak_in_flight(actions, (10.0, 100.0), (4.0, 0.0)) == (100.0,)
 
 
 # --- transfers ---

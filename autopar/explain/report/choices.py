@@ -15,6 +15,7 @@ from autopar.search import ConsideredPlan
 __all__ = ["front_figure", "front_table"]
 
 _MOST_BEHIND = 600
+_MOST_ROWS = 12  # of a table that is read at a glance
 _HIGHEST = 3  # the chart ends at so many times the plan's seconds
 
 
@@ -75,9 +76,10 @@ def _points(
     }  # fmt: skip
 
 
-def front_table(answer: Answer, most: int = 12) -> Table:
+def front_table(answer: Answer) -> Table:
     """The front in numbers, from fast to small."""
     front = pareto_front(each for each in answer.considered if not each.is_simulated)
-    shown = front if len(front) <= most else [front[n * (len(front) - 1) // (most - 1)] for n in range(most)]
+    last = len(front) - 1
+    shown = front if last < _MOST_ROWS else [front[n * last // (_MOST_ROWS - 1)] for n in range(_MOST_ROWS)]
     rows = [(each.what, milliseconds(each.step_time_s), size(each.peak_memory_bytes)) for each in shown]
     return Table("The front, from fast to small", ("most layers", "ms", "memory"), tuple(rows))

@@ -221,8 +221,8 @@ class CallConsensus:
             self.look()
             self._tell(RankError(text))
             silent = _silent_ranks(self._store, self._rank, self._world_size)
-        except AutoparError as found:
-            return found
+        except AutoparError as known:
+            return known
         except dist.DistError:
             silent = _NO_STORE
         return RankError(
@@ -282,12 +282,12 @@ class CallConsensus:
         call, digests = self._where, {name: digest_of(x) for name, x in named}
         read = start_reading(list(digests.values()), self._device)
 
-        def found() -> list[Any]:
+        def digests_of_call() -> list[Any]:
             return [call, dict(zip(digests, read(), strict=True))]
 
         if self._device.type == "cpu" or waits:
-            return found()
-        before, self._late[peers] = self._late.get(peers), found
+            return digests_of_call()
+        before, self._late[peers] = self._late.get(peers), digests_of_call
         return before() if before else ["", {}]
 
     @contextmanager

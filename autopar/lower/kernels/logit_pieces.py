@@ -78,7 +78,7 @@ class GradientSums:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Those that are wanted, in order."""
+        """Those that are needed, in order."""
         return [x for x in (self._hidden, self._weight, self._bias) if x is not None]
 
     def add(self, start: int, part: Tensor, weight: Tensor, gradient: Tensor) -> None:

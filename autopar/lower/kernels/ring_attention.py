@@ -125,8 +125,8 @@ class _RingAttention(torch.autograd.Function):
         q, k, v = map(ring.balanced, (query, key, value))
         rows = q.shape[2]
         out, log_sum = empty_block(q, v, sum_dtype(q))
-        for source, held in passing(ring.shards, packed(k, v)):
-            keys, values = unpacked(held, k, v)
+        for source, received in passing(ring.shards, packed(k, v)):
+            keys, values = unpacked(received, k, v)
             own, columns, is_causal = ring.seen(source, rows)
             block = attend_block(
                 q[:, :, own], keys[:, :, columns], values[:, :, columns], scale, is_causal=is_causal
@@ -150,8 +150,8 @@ class _RingAttention(torch.autograd.Function):
         rows = q.shape[2]
         for_q = torch.zeros_like(q, dtype=sum_dtype(q))
 
-        def terms_of(source: int, held: Tensor) -> Tensor:
-            keys, values = unpacked(held, k, v)
+        def terms_of(source: int, received: Tensor) -> Tensor:
+            keys, values = unpacked(received, k, v)
             own, columns, is_causal = ring.seen(source, rows)
             terms = block_gradients(
                 incoming[:, :, own], q[:, :, own], keys[:, :, columns], values[:, :, columns],

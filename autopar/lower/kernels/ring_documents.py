@@ -173,11 +173,11 @@ class _Places:
     def given(self) -> tuple[Tensor, list[int]]:
         """This device's rows in shared documents, ordered by the device that computes them; and the count for each."""
         me = self.shards.index
-        found: list[Tensor] = []
+        rows: list[Tensor] = []
         for device in range(self.count):
             tokens = self._tokens(device)
-            found.append(self._at_owner(self.order[tokens[self._owners[tokens] == me]]))
-        return torch.cat(found), [len(each) for each in found]
+            rows.append(self._at_owner(self.order[tokens[self._owners[tokens] == me]]))
+        return torch.cat(rows), [len(each) for each in rows]
 
     @cached_property
     def taken(self) -> tuple[Tensor, list[int]]:
@@ -190,7 +190,7 @@ class _Places:
     def tiles(self, source: int) -> list[Tiles]:
         """The tiles that this device computes with the keys and values of device `source`, as indices on each side."""
         me = self.shards.index
-        found: list[tuple[Tensor, Tensor, bool]] = []
+        tiles: list[tuple[Tensor, Tensor, bool]] = []
         at = there = 0
         for (head, tail), (first, second) in zip(self._sizes[me], self._sizes[source], strict=True):
             rows, columns = range(at, at + head + tail), range(there, there + first + second)
@@ -201,8 +201,8 @@ class _Places:
             elif self.is_causal and source > me:
                 rows = rows[head:]
             if rows and columns:
-                found.append((numbers(rows), numbers(columns), is_square))
-        return joined_tiles(found)
+                tiles.append((numbers(rows), numbers(columns), is_square))
+        return joined_tiles(tiles)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,12 +249,12 @@ class _RingDocuments(torch.autograd.Function):
             moved = shared.there(q)
             keys, values = shared.padded(shared.there(k)), shared.padded(shared.there(v))
             total = empty_block(moved, values, sum_dtype(moved))
-            for source, held in passing(places.shards, packed(keys, values)):
-                columns = unpacked(held, keys, values)
+            for source, received in passing(places.shards, packed(keys, values)):
+                columns = unpacked(received, keys, values)
                 add_tiles(total, (moved, *columns), tiles_on(q.device, places.tiles(source)), scale)
             result = total.out.to(query.dtype)
-            rows, found = shared.back(result)
-            out[rows] = found
+            rows, results = shared.back(result)
+            out[rows] = results
             kept = [moved, keys, values, result, total.log_sum]
         whole = rows_of(out, query)
         ctx.save_for_backward(query, key, value, whole, log_sum, *kept)
@@ -269,13 +269,13 @@ class _RingDocuments(torch.autograd.Function):
         query, key, value, out, log_sum, *kept = ctx.saved_tensors
         places: _Places = ctx.places
         q, k, v, whole, incoming = map(tokens_of, (query, key, value, out, gradients[0]))
-        found = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        totals = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
         tiles = tiles_on(q.device, places.local_tiles)
-        add_tile_gradients(found, incoming, (q, k, v), Block(whole, log_sum), tiles, ctx.scale)
+        add_tile_gradients(totals, incoming, (q, k, v), Block(whole, log_sum), tiles, ctx.scale)
         if places.has_shared:
-            for total, (rows, terms) in zip(found, _shared_gradients(ctx, incoming, kept), strict=True):
+            for total, (rows, terms) in zip(totals, _shared_gradients(ctx, incoming, kept), strict=True):
                 total[rows] = terms
-        for_query, for_key, for_value = map(rows_of, found, (query, key, value))
+        for_query, for_key, for_value = map(rows_of, totals, (query, key, value))
         return for_query, for_key, for_value, None, None
 
 
@@ -287,8 +287,8 @@ def _shared_gradients(ctx: Any, incoming: Tensor, kept: list[Tensor]) -> list[tu
     gradient = shared.there(incoming)
     for_q = torch.zeros_like(q, dtype=wide)
 
-    def terms(source: int, held: Tensor) -> Tensor:
-        columns = unpacked(held, keys, values)
+    def terms(source: int, received: Tensor) -> Tensor:
+        columns = unpacked(received, keys, values)
         own = tuple(torch.zeros_like(x, dtype=wide) for x in (keys, values))
         tiles = tiles_on(q.device, places.tiles(source))
         add_tile_gradients((for_q, own[0], own[1]), gradient, (q, *columns), Block(result, log_sum), tiles, ctx.scale)

@@ -224,12 +224,12 @@ class _ProductsOfMoved(torch.autograd.Function):
                     total = _multiply(rows.matrices(view), _turned(matrix, not t), total, out=total)
                 assert total is not None
                 reducing.add(rows.start_reducing(total, views[0]))
-        found: list[Tensor | None] = []
+        gradients_of: list[Tensor | None] = []
         for number, (gradient, _, t) in enumerate(each):
             wants_matrix, wants_added = ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]
-            found.append(_matrix_gradient(gradient, whole, transposed=t) if wants_matrix else None)
-            found.append(_flat(gradient).sum(0) if wants_added else None)
-        return reducing.finish() if ctx.needs_input_grad[0] else None, None, None, *found
+            gradients_of.append(_matrix_gradient(gradient, whole, transposed=t) if wants_matrix else None)
+            gradients_of.append(_flat(gradient).sum(0) if wants_added else None)
+        return reducing.finish() if ctx.needs_input_grad[0] else None, None, None, *gradients_of
 
 
 class _MovedProduct(torch.autograd.Function):

@@ -34,7 +34,7 @@ class _RunningSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shards: Shards, dim: int) -> Tensor:
         ctx.shards, ctx.dim = shards, dim
         sums = x.cumsum(dim)
-        return sums + _total_of_others(shards, sums.narrow(dim, x.shape[dim] - 1, 1), before=True)
+        return sums + _combined_others(shards, sums.narrow(dim, x.shape[dim] - 1, 1), 0.0, torch.add)
 
     @staticmethod
     @once_differentiable
@@ -43,16 +43,8 @@ class _RunningSum(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         dim = int(ctx.dim)
         sums = gradients[0].flip(dim).cumsum(dim).flip(dim)
-        return sums + _total_of_others(ctx.shards, sums.narrow(dim, 0, 1), before=False), None, None
-
-
-def _total_of_others(shards: Shards, total: Tensor, *, before: bool) -> Tensor:
-    """The sum of the totals of all slices before this one, or of all after it."""
-    found = torch.zeros_like(total)
-    for number, other in _from_others(shards, total, 1):
-        if (number <= shards.index) == before:  # else it comes from a slice at the other end
-            found = found + other
-    return found
+        behind = _combined_others(ctx.shards, sums.narrow(dim, 0, 1), 0.0, torch.add, before=False)
+        return sums + behind, None, None
 
 
 def running_product(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -79,7 +71,7 @@ class _ProductBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = _combined_before(shards, total, 1.0, torch.mul)
+        before = _combined_others(shards, total, 1.0, torch.mul)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -90,10 +82,10 @@ class _ProductBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        found, between = torch.zeros_like(total), torch.ones_like(total)
+        terms, between = torch.zeros_like(total), torch.ones_like(total)
         for gradient, other in _pairs_behind(ctx.shards, gradients[0], total, ctx.dim):
-            found, between = found + gradient * between, between * other
-        return before * found, None, None
+            terms, between = terms + gradient * between, between * other
+        return before * terms, None, None
 
 
 def running_log_sum(shards: Shards, x: Tensor, dim: int) -> Tensor:
@@ -120,7 +112,7 @@ class _LogSumBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, shards: Shards, dim: int) -> Tensor:
-        before = _combined_before(shards, total, -torch.inf, torch.logaddexp)
+        before = _combined_others(shards, total, -torch.inf, torch.logaddexp)
         ctx.shards, ctx.dim = shards, dim
         ctx.save_for_backward(total, before)
         return before
@@ -131,21 +123,21 @@ class _LogSumBefore(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None, None]:
         total, before = ctx.saved_tensors
-        found = torch.zeros_like(total)
+        terms = torch.zeros_like(total)
         for gradient, other in _pairs_behind(ctx.shards, gradients[0], before, ctx.dim):
-            found = found + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
-        return found, None, None
+            terms = terms + torch.where(other == -torch.inf, 0.0, gradient * torch.exp(total - other))
+        return terms, None, None
 
 
-def _combined_before(
-    shards: Shards, total: Tensor, empty: float, combine: Callable[[Tensor, Tensor], Tensor]
+def _combined_others(
+    shards: Shards, total: Tensor, empty: float, combine: Callable[[Tensor, Tensor], Tensor], *, before: bool = True
 ) -> Tensor:
-    """The totals of all slices before this one, combined; `empty` on the first."""
-    before = torch.full_like(total, empty)
+    """The totals of all slices before this one, or of all after it, combined; `empty` where there are none."""
+    combined = torch.full_like(total, empty)
     for number, other in _from_others(shards, total, 1):
-        if number <= shards.index:
-            before = combine(before, other)
-    return before
+        if (number <= shards.index) == before:  # else it comes from a slice at the other end
+            combined = combine(combined, other)
+    return combined
 
 
 def _pairs_behind(shards: Shards, gradient: Tensor, other: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -165,11 +165,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: Band)
 def _tiles(query: Tensor, key: Tensor, band: Band) -> list[Tiles]:
     """Of all rows of the batch."""
     batch, num_rows, num_columns = query.shape[0], query.shape[2], key.shape[2]
-    found: list[Tiles] = []
+    tiles: list[Tiles] = []
     for parts in band_parts(band, num_rows):
         numbered = (
             (numbers(own, entry * num_rows - band.first), numbers(seen, entry * num_columns - band.low), is_causal)
             for own, seen, is_causal in parts for entry in range(batch)
         )  # fmt: skip
-        found += joined_tiles(numbered)
-    return tiles_on(query.device, found)
+        tiles += joined_tiles(numbered)
+    return tiles_on(query.device, tiles)

@@ -43,22 +43,22 @@ class ExpertRows(TorchFunctionMode):
             self._count(layer, args[0].detach(), len(args[2][0]))
         return func(*args, **dict(kwargs or {}))
 
-    def _count(self, layer: int, ids: Tensor, held: int) -> None:
-        """Rows of other devices' experts, and those that fill slices up, have numbers behind those that are held."""
-        rows = torch.zeros(held + 1, dtype=torch.int64, device=ids.device)
-        rows = rows.index_add(0, ids.clamp(max=held), torch.ones_like(ids))[:held]
+    def _count(self, layer: int, ids: Tensor, num_local: int) -> None:
+        """Rows of other devices' experts, and those that fill slices up, have numbers behind those of this device's."""
+        rows = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
+        rows = rows.index_add(0, ids.clamp(max=num_local), torch.ones_like(ids))[:num_local]
         before = self._counts.get(layer)
         self._counts[layer] = rows if before is None else before + rows
 
     def read(self) -> dict[str, tuple[int, ...]]:
         """Rows of each expert in the whole batch, by layer of this rank's device group.  Every rank calls it."""
-        found: dict[str, tuple[int, ...]] = {}
+        by_layer: dict[str, tuple[int, ...]] = {}
         for index, rows in self._counts.items():
             runner = self._executor.runners[index]
             total = _of_all_devices(runner, next(_regions(runner)), rows, self._executor)
             counted: list[int] = cast("Any", total).tolist()
-            found[runner.layer.name] = tuple(counted)
-        return found
+            by_layer[runner.layer.name] = tuple(counted)
+        return by_layer
 
 
 def _regions(runner: LayerRunner) -> Iterator[RunOp]:

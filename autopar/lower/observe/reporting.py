@@ -139,7 +139,7 @@ class _Following:
         return compare_balance(dealt, self._executors.first.stages.group, partial(_gather, inputs))
 
     def _run(
-        self, beside: Callable[[Mapping[Executor, Stopwatch]], AbstractContextManager[object]]
+        self, around: Callable[[Mapping[Executor, Stopwatch]], AbstractContextManager[object]]
     ) -> tuple[Mapping[Executor, Stopwatch], list[Executor]]:
         """Run a step; returns the stopwatches, and those executors that ran on this rank, as far as is known."""
         groups = self._groups
@@ -153,7 +153,7 @@ class _Following:
         if groups is not None:
             groups.last = None
         try:
-            with communicator.watching(clock.watch), beside(watches):
+            with communicator.watching(clock.watch), around(watches):
                 self._step()
         finally:
             for executor in known:

@@ -3,7 +3,7 @@
 The module's parameters are then DTensors whose local parts are in the host's memory, pinned if the device copies by
 itself.  The user's optimizer updates them there.  What layers compute with is copied to the device when it is
 unsharded, and gradients are copied back once they are final.  On an accelerator copies run on a stream of their own,
-beside what is computed; on a CPU the same code copies from one allocation to another.
+while the device computes; on a CPU the same code copies from one allocation to another.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class HostCopies:
 
     def send(self, xs: Iterable[Tensor]) -> list[Tensor]:
         """Start to copy these to the host; the copies are made behind `finish`."""
-        with self.beside():
+        with self.on_stream():
             return [self._send(x) for x in xs]
 
     def bring(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Copy these to the device, on the stream of `beside`."""
+        """Copy these to the device, on the stream of `on_stream`."""
         return [torch.empty_like(x, device=self.device).copy_(x, non_blocking=True) for x in xs]
 
     def room(self, x: Tensor) -> Tensor:
         """Room in the host's memory for a copy of `x`, pinned if it can be."""
         return torch.empty_like(x, device=_HOST, pin_memory=pins_memory(self.device.type))
 
-    def beside(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
         """Inside, what the device does runs after all that was computed so far, and concurrently with what follows.
 
         So memory that is made inside and freed outside is used again only behind what has read it outside.

@@ -222,12 +222,12 @@ class _Player:
     def __init__(
         self,
         notes: Sequence[_Note],
-        wanted: Mapping[int, Sequence[tuple[str, _Slot]]],
+        results: Mapping[int, Sequence[tuple[str, _Slot]]],
         device: torch.device,
         deliver: Callable[[str, Tensor], None],
     ) -> None:
         self._notes = notes
-        self._wanted = wanted
+        self._results = results
         self._device = device
         self._deliver = deliver
         self._real: dict[int, Tensor] = {}
@@ -280,7 +280,7 @@ class _Player:
         return memory.fill_(torch.nan) if slot.dtype.is_floating_point else memory.zero_()
 
     def _finish(self, key: int) -> None:
-        for name, slot in self._wanted.get(key, ()):
+        for name, slot in self._results.get(key, ()):
             self._deliver(name, self._look(slot))
         self._real.pop(key, None)
 

@@ -99,7 +99,7 @@ class LayerParameters:
         """
         host = self.store.host
         if host is not None:
-            with host.beside():
+            with host.on_stream():
                 parts = self._cast(host.bring([local_part_of(p) for p in parameters]))
                 return start_gather_bucket(parts, self.steps, self.communicator, self.layer)
         if not self.moves_forward:

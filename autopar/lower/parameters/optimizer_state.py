@@ -77,7 +77,7 @@ def refuse_file(*_: Any) -> NoReturn:
     """Raise ModelError: a part of a tensor is about to be pickled."""
     raise ModelError(
         "a parameter, gradient or optimizer state of a parallelized model is this rank's part of a whole tensor, so "
-        f"that a file of it is no checkpoint. Of weights, {SAVE_INSTEAD}. Of an optimizer, save "
-        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. Of "
+        f"that a file of it is no checkpoint. For weights, {SAVE_INSTEAD}. For an optimizer, save "
+        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. For "
         "other tensors save x.full_tensor(). torch.distributed.checkpoint saves the parts themselves, from all ranks"
     )

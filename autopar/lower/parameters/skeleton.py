@@ -28,7 +28,7 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         made = fn(torch.zeros(1, dtype=dtype, device=device))
         if (made.dtype, made.device) != (dtype, device):
             raise PlanMismatchError(
-                f"the plan was made for {dtype} on {device}: to convert parameters or buffers to {made.dtype} on "
+                f"the plan was made for {dtype} on {device}: converting parameters or buffers to {made.dtype} on "
                 f"{made.device} would not change the program that runs. Convert the model before "
                 "autopar.parallelize; to compute in another dtype than parameters have, pass it precision='bf16'"
             )

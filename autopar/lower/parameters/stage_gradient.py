@@ -132,8 +132,8 @@ def _total(norms: Sequence[Tensor], order: float) -> Tensor:
     """The norm of what has these norms, and of what the other stages have."""
     if not order > 0:
         raise GradientNormError(
-            f"the norm of all gradients is of order {order:g}, but with pipeline stages only positive orders are known "
-            "(inf for the largest entry): pass one as norm_type"
+            f"the norm of all gradients is of order {order:g}, but with pipeline stages only positive orders are "
+            "supported (inf for the largest entry): pass one as norm_type"
         )
     by_model: dict[GradientNorm, dict[str, Tensor]] = {}
     for norm in norms:
@@ -152,7 +152,7 @@ def _total_of_model(joint: GradientNorm, norms: Mapping[str, Tensor], order: flo
     if count > 0:
         raise GradientNormError(
             f"{int(count)} gradients (here {left_out[:3]}) were left out of a norm that torch.nn.utils takes, but with "
-            "pipeline stages only that of all gradients is known: pass all of model.parameters(), or call "
+            "pipeline stages only the norm of all gradients is supported: pass all of model.parameters(), or call "
             "model.clip_grad_norm_(max_norm). To clip groups of parameters apart, plan without stages ('pipeline=1')"
         )
     total = joint.total([(name, norm) for name, norm in norms.items() if name in joint.store.stored], order)

@@ -44,8 +44,8 @@ __all__ = ["LayerProgram", "layer_program"]
 class LayerProgram:
     """The lowered program of all layers of one kind that run under one strategy.
 
-    `module` is called ``module(*inputs, *held, context)``: inputs in the strategy's input layouts, held
-    values in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
+    `module` is called ``module(*inputs, *state, context)``: inputs in the strategy's input layouts, parameters, buffers
+    and constants in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
     `local` is what it was emitted from.  `rerun` names the nodes that `ActivationPolicy.reruns`.
     """
 

@@ -62,9 +62,9 @@ class OffloadedTensors:
         self._saved: list[SavedTensor] = []
         self._copies = HostCopies(device)
 
-    def take(self, saved: Iterable[SavedTensor], held: Iterable[Tensor] = ()) -> None:
-        """Of what a forward `saved`, take what is on the device alone for that, and not `held` by the layer."""
-        kept = self._kept | {storage_key(x) for x in held}
+    def take(self, saved: Iterable[SavedTensor], state: Iterable[Tensor] = ()) -> None:
+        """Of what a forward `saved`, take what is on the device alone for that, and not in the layer's `state`."""
+        kept = self._kept | {storage_key(x) for x in state}
         self._saved = [
             each
             for each in saved
@@ -98,7 +98,7 @@ class OffloadedTensors:
                 by_storage[key] = _Storage(_bytes_of(each.tensor), None, [])
             by_storage[key].views.append((ref(each), _form_of(each.tensor)))
         self._storages = list(by_storage.values())
-        with self._copies.beside():
+        with self._copies.on_stream():
             for storage in self._storages:
                 assert storage.device is not None
                 storage.host = host_buffer(storage.device.numel(), self.device)
@@ -125,7 +125,7 @@ class OffloadedTensors:
         for storage in self._storages:
             assert storage.host is not None
             storage.device = torch.empty(storage.host.numel(), dtype=torch.uint8, device=self.device)
-        with self._copies.beside():
+        with self._copies.on_stream():
             for storage in self._storages:
                 assert storage.device is not None
                 assert storage.host is not None

@@ -135,7 +135,7 @@ def run_keeping_less(
     program: LayerProgram,
     keeping: KeepingProgram | None,
     inputs: Sequence[Tensor],
-    held: Sequence[Tensor],
+    state: Sequence[Tensor],
     context: LayerContext,
     parameters: StepParameters | None = None,
     offloaded: OffloadedTensors | None = None,
@@ -146,7 +146,7 @@ def run_keeping_less(
         program: to run.
         keeping: its `keeping_program`.
         inputs: the layer's inputs.
-        held: its state, in their copy layouts.
+        state: its parameters, buffers and constants, in their copy layouts.
         context: of this run.
         parameters: its parameters in this step, if their copies may have to be freed.
         offloaded: takes what is kept, if that is to leave the device.
@@ -160,14 +160,14 @@ def run_keeping_less(
 
     with saved_tensors_hooks(pack, SavedTensor.open):
         if keeping is None:
-            outputs, values = program.module(*inputs, *held, context), ()
+            outputs, values = program.module(*inputs, *state, context), ()
         else:
-            outputs, values = keeping.module(*inputs, *held, context)
+            outputs, values = keeping.module(*inputs, *state, context)
     gathered = _drop_copies(boxes, parameters) if parameters is not None and parameters.frees else {}
     if keeping is not None:
         boxes += _drop_rerun(boxes, keeping, values, gathered, context)
     if offloaded is not None:
-        offloaded.take(boxes, held)
+        offloaded.take(boxes, state)
     boxes.clear()  # autograd holds `pack` until the layer's last backward has run
     return outputs
 

@@ -45,11 +45,11 @@ class SplitBackward:
         trained = {edge_of(x).node: x for x in self._parameters}
         on_way = graph.above([edge_of(x).node for x in self._inputs])
         aside = [(root, gradient) for root, gradient in self._roots if root.node not in on_way]
-        beside = _Branch(graph.below([root.node for root, _ in aside], trained), aside)
+        off_path = _Branch(graph.below([root.node for root, _ in aside], trained), aside)
         branches = {node: _Branch(graph.below(_without(graph.children[node], on_way), trained)) for node in on_way}
-        at_once = {id(x): x for x in _at_once(branches, beside)}
+        at_once = {id(x): x for x in _at_once(branches, off_path)}
         later = {node: b for node, b in branches.items() if b.leaves and id(b.leaves[0]) not in at_once}
-        self._branches = [*later.values(), beside]
+        self._branches = [*later.values(), off_path]
         self._parameters = list(at_once.values())
         active = [(root, gradient) for root, gradient in self._roots if root.node in on_way]
         gradients: list[Tensor | None] = [None] * len(self._inputs)
@@ -103,10 +103,10 @@ class _Branch:
             run_backward_from([root for root, _ in self._begin], [gradient for _, gradient in self._begin], self.leaves)
 
 
-def _at_once(branches: Mapping[Node, _Branch], beside: _Branch) -> list[Tensor]:
+def _at_once(branches: Mapping[Node, _Branch], off_path: _Branch) -> list[Tensor]:
     """The leaves of `branches` that belong to the first part, each branch wholly or not at all."""
     users: dict[int, list[_Branch]] = {}
-    for branch in (*branches.values(), beside):
+    for branch in (*branches.values(), off_path):
         for leaf in branch.leaves:
             users.setdefault(id(leaf), []).append(branch)
     leaves: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ def _at_once(branches: Mapping[Node, _Branch], beside: _Branch) -> list[Tensor]:
         for leaf in waiting.pop().leaves:
             if id(leaf) not in leaves:
                 leaves[id(leaf)] = leaf
-                waiting.extend(user for user in users[id(leaf)] if user is not beside)
+                waiting.extend(user for user in users[id(leaf)] if user is not off_path)
     return list(leaves.values())
 
 

@@ -110,7 +110,7 @@ def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tens
     dtype: torch.dtype = getattr(torch, like.dtype)
     shape = torch.empty((), dtype=dtype, device=value.device).expand(like.shape)
     made = CarriedTensor.of(shape, lambda: later(name, lambda: executor.make_whole(name, value)))
-    made.part, made.held = value, executor.value_layouts[name]
+    made.part, made.value_layout = value, executor.value_layouts[name]
     return made
 
 

@@ -11,12 +11,12 @@ __all__ = ["CarriedTensor"]
 
 
 class CarriedTensor(LateTensor):
-    """Stands for a whole tensor that ranks hold in parts; another call takes the parts as they lie.
+    """Stands for a whole tensor that ranks hold in parts; another call takes the parts as they are.
 
     Attributes:
         part: this rank's.
-        held: how the parts lie.
+        value_layout: how it is divided among the ranks.
     """
 
     part: Tensor
-    held: ValueLayout
+    value_layout: ValueLayout

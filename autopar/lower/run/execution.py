@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.communication.reshard_ops import reshard_tensor
@@ -26,14 +25,13 @@ from autopar.lower.run.microbatch_updates import updates_per_microbatch
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.schedules import rows_schedule
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.data_split import output_rows
+from autopar.step.plan_check import check_same_program
 from autopar.step.training import TrainingSpec
 
-__all__ = ["Executor", "check_plan"]
+__all__ = ["Executor"]
 
 
 class Executor:
@@ -61,7 +59,7 @@ class Executor:
         self.communicator = communicator
         program, plan = executable.program, executable.plan
         world, apart = communicator.world_size, ranks_of_stage or plan.group_size
-        check_plan(program, plan, world if ranks_of_stage is None else world // apart * plan.group_size)
+        check_same_program(plan, program, world if ranks_of_stage is None else world // apart * plan.group_size)
         self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
         self.updates_each: Mapping[str, str] = (
             updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
@@ -182,8 +180,8 @@ class Executor:
     def _part(self, name: str, x: Tensor) -> Tensor:
         own = self.value_layouts[name]
         whole = ValueLayout((REPLICATE,), (self.executable.plan.group_size,), REPLICATE)
-        part, lies = (x.part, x.held) if isinstance(x, CarriedTensor) else (x, whole)
-        return reshard_tensor(part, lies.move_to(own.layout, own.mesh), self.communicator)
+        part, layout = (x.part, x.value_layout) if isinstance(x, CarriedTensor) else (x, whole)
+        return reshard_tensor(part, layout.move_to(own.layout, own.mesh), self.communicator)
 
     def make_whole(self, name: str, value: Tensor) -> Tensor:
         """The whole tensor on every rank, of one microbatch."""
@@ -299,22 +297,3 @@ class Executor:
 
 def _whole_along(layout: Layout, dim: int) -> Layout:
     return tuple(REPLICATE if p.is_shard and p.dim == dim else p for p in layout)
-
-
-def check_plan(program: Program, plan: Plan, world_size: int) -> None:
-    """Raise PlanMismatchError unless `plan` is for this program on this many devices."""
-    if plan.world_size != world_size:
-        raise PlanMismatchError(f"the plan is for {plan.world_size} devices, but there are {world_size}")
-    if plan.fingerprint != program.fingerprint:
-        raise PlanMismatchError(
-            f"the plan was made for program {plan.fingerprint}, this is {program.fingerprint}: plan "
-            "again for this model and these input shapes"
-        )
-    if plan.piece_tokens != program.piece_tokens:
-        raise PlanMismatchError(
-            f"the plan has logits of {plan.piece_tokens} tokens at a time (0: all), the program of "
-            f"{program.piece_tokens}"
-        )
-    names = [layer.name for layer in program.layers]
-    if names != [planned.name for planned in plan.layers]:
-        raise PlanMismatchError(f"the plan has layers {[p.name for p in plan.layers]}, the program {names}")

@@ -11,15 +11,15 @@ from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
-from autopar.placement import REPLICATE, Step
-from autopar.plan import LayerStrategy
+from autopar.placement import Step
 from autopar.program import Layer, Program
+from autopar.step.local_layer import whole_strategy
 
 __all__ = ["HoistedValues"]
 
 
 class HoistedValues:
-    """The results of `Program.hoisted` that are `wanted` on this rank, whole, and their local parts, in this step.
+    """The results of `Program.hoisted` that are `needed` on this rank, whole, and their local parts, in this step.
 
     Attributes:
         module: the code that computes them.
@@ -31,21 +31,16 @@ class HoistedValues:
         constants: Mapping[str, Tensor],
         store: ParameterStore,
         context: LayerContext,
-        wanted: Collection[str],
+        needed: Collection[str],
     ) -> None:
         """Lower the ops; `constants` are the program's folded ones by value name, whole."""
         ops = program.hoisted
         results = {name for op in ops for name in op.results}
         read = tuple(dict.fromkeys(name for op in ops for name in op.operands if name not in results))
-        self._names = tuple(name for name in wanted if name in results)
+        self._names = tuple(name for name in needed if name in results)
         layer = Layer("once a step", len(program.kinds), ops, inputs=(), state=read, outputs=self._names)
-        whole = (REPLICATE,)
-        strategy = LayerStrategy(
-            mesh=(1,), assignments=(("-",),) * len(ops), time=(), inputs=(), outputs=(whole,) * len(self._names),
-            copies=(), storage=(whole,) * len(read),
-        )  # fmt: skip
         device = context.communicator.device
-        self.module = layer_program(program, layer, strategy, device=str(device)).module
+        self.module = layer_program(program, layer, whole_strategy(layer), device=str(device)).module
         self.module.graph.eliminate_dead_code()
         self.module.recompile()
         self._store = store

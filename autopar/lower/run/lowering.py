@@ -184,7 +184,7 @@ class Lowering:
         return Tail(self.program, self.store, LayerContext(self.communicator), lambda name: self._constant(name, ()))
 
     def _place_carried(self, index: int, layer: Layer) -> None:
-        """Inputs that go from call to call lie as the first layer that reads them wants them."""
+        """Inputs that go from call to call have the layout in which the first layer that reads them needs them."""
         strategy = self.plan.strategies[self.plan.layers[index].strategy]
         for name, layout in zip(layer.inputs, strategy.inputs, strict=True):
             if name in self.unplaced:

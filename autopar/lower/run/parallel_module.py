@@ -38,7 +38,7 @@ from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, P
 from autopar.lower.run.call_inputs import Call, CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, do_outputs_fit
 from autopar.lower.run.carried_tensor import CarriedTensor
-from autopar.lower.run.execution import Executor, check_plan
+from autopar.lower.run.execution import Executor
 from autopar.lower.run.late_outputs import LateReader, with_late_outputs
 from autopar.lower.run.lowering import Cuts, Executable
 from autopar.lower.run.module_inspection import ModuleInspection
@@ -48,6 +48,7 @@ from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.submodules import bind_submodules
 from autopar.step.data_split import data_split
+from autopar.step.plan_check import check_same_program
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
@@ -81,7 +82,7 @@ def lower(
     Raises:
         PlanMismatchError: plan, program, module and number of devices don't belong together.
     """
-    check_plan(executable.program, executable.plan, communicator.world_size)
+    check_same_program(executable.plan, executable.program, communicator.world_size)
     made: ParallelModule = make_instance(ParallelModule, module)
     ParallelModule.__init__(made, executable, module, draws, communicator, mesh, planner, compile_layers, predictions)
     return made
@@ -310,19 +311,19 @@ class ParallelModule(ModuleInspection):
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
                 raise problem
-            assert found is not None
-            executor, tensors = found
+            assert ready is not None
+            executor, tensors = ready
             named = zip(executor.executable.program.inputs, tensors, strict=True)
-            return found, [
+            return ready, [
                 (n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor)
             ]  # compared before
 
-        found, problem = attempt(look_up)
-        if found is None and problem is None:
+        ready, problem = attempt(look_up)
+        if ready is None and problem is None:
             self._first_steps.interrupt()
             plain: Call = map_leaves(_plain, (tuple(args), dict(kwargs)))
             self._plan_call(PLANNING + kind, *plain, part)
-            found, problem = attempt(look_up)
+            ready, problem = attempt(look_up)
         return give
 
     def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str, cuts: Cuts) -> Any:

@@ -117,7 +117,7 @@ def _listed_only(schedule: Any) -> Any:
 
     class Listed(schedule):
         def _prepare_schedule_with_comms(self, *_: Any) -> None:
-            """`pipeline_order` is all that is wanted."""
+            """Only `pipeline_order` is needed."""
 
     return Listed
 

@@ -58,14 +58,12 @@ class StageMap:
     @cached_property
     def ranges(self) -> tuple[range, ...]:
         """Per stage, the indices of its layers."""
-        if not self.plan.stages:
-            return (range(len(self.program.layers)),)
-        return tuple(range(stage.start, stage.stop) for stage in self.plan.stages)
+        return self.plan.decisions.ranges
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """Per stage, the group that runs it."""
-        return tuple(stage.group for stage in self.plan.stages) or (0,)
+        return self.plan.decisions.groups
 
     @cached_property
     def own_stages(self) -> tuple[int, ...]:

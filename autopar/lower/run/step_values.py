@@ -48,7 +48,7 @@ class StepValues:
         differentiable: those of them that a gradient can come for.
         differentiable_inputs: the program's inputs that require a gradient, by value name.
         input_gradients: theirs, as far as backward has come.
-        differentiated: with stages, the values that a gradient flows to in this step: all ranks know that alike.
+        differentiated: with stages, the values that a gradient flows to in this step, the same on all ranks.
     """
 
     def __init__(self, executor: Executor, inputs: Sequence[Sequence[Tensor]]) -> None:

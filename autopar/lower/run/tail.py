@@ -11,9 +11,8 @@ from torch import Tensor
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
-from autopar.placement import REPLICATE
-from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
+from autopar.step.local_layer import whole_strategy
 
 __all__ = ["Tail"]
 
@@ -39,12 +38,8 @@ class Tail:
         read = dict.fromkeys(name for op in program.tail for name in op.operands if name not in made)
         state = tuple(name for name in read if program.values[name].role != "op")
         layer = Layer("behind all layers", len(program.kinds), program.tail, program.tail_reads, state, self.results)
-        whole = (REPLICATE,)
-        strategy = LayerStrategy(
-            mesh=(1,), assignments=(("-",),) * len(program.tail), time=(), inputs=(whole,) * len(program.tail_reads),
-            outputs=(whole,) * len(self.results), copies=(), storage=(whole,) * len(state),
-        )  # fmt: skip
-        self.module = layer_program(program, layer, strategy, device=str(context.communicator.device)).module
+        device = str(context.communicator.device)
+        self.module = layer_program(program, layer, whole_strategy(layer), device=device).module
         self._program = program
         self._context = context
         self._store = store

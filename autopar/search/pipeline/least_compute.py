@@ -2,7 +2,7 @@
 pipelines before their candidates are made, which takes a hundred times as long.
 
 Every op has its cheapest local types on any mesh of the group; collectives, the optimizer, copies and memory cost
-nothing.  So no pipeline is faster than `relaxed_step_s` of these tables, also where compute hides everything else.
+nothing.  So no pipeline is faster than `relaxed_bounds` of these tables say, also where compute hides everything else.
 """
 
 from __future__ import annotations

@@ -231,11 +231,6 @@ class PipelineResults:
         """Seconds of the best, infinite if there is none."""
         return self.best.step_s if self.best else np.inf
 
-    def merge(self, other: PipelineResults) -> None:
-        """Take over those of `other`."""
-        self.found += other.found
-        self.bounds += other.bounds
-
     def raise_bounds(self, enough_s: float) -> None:
         """Make `lower_bound_s` at least so much, as far as that is possible: always the least of the bounds a little,
         until it is as high as it gets.

@@ -28,7 +28,7 @@ from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, LayerCosts
 
-__all__ = ["relaxed_bounds", "relaxed_step_s", "takes_longer"]
+__all__ = ["relaxed_bounds", "takes_longer"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -42,13 +42,6 @@ _USUAL_PRICES = (0.0, *(10.0**power for power in range(-3, 4)))  # of a layer's 
 _NEARLY = 1e-3  # a gain of less is no sign of a price that is far too low
 _LITTLE = 1e-3  # of a limit is left, at least, for the most frequent layers
 _F, _B, _I, _W, _SEND_F, _SEND_B = (COSTS[kind] for kind in ("F", "B", "I", "W", "SEND_F", "SEND_B"))
-
-
-def relaxed_step_s(
-    tables: CostTables, shape: Shape, actions: ScheduleActions, enough_s: float, cuts: Sequence[int] = ()
-) -> float:
-    """No pipeline that fits is faster: the last of `relaxed_bounds`, with the same arguments."""
-    return max(relaxed_bounds(tables, shape, actions, enough_s, cuts))
 
 
 def takes_longer(
@@ -141,8 +134,8 @@ class _Problem:
     shape: Shape
     counts: Array
     chain_group: Indices
-    held: Array  # [moment, stage, 2]: microbatches in flight, and between the parts of a backward, of one group
-    is_held: npt.NDArray[np.bool_]  # [moment, stage]: of this group
+    in_flight: Array  # [moment, stage, 2]: microbatches in flight, and between the parts of a backward, of one group
+    is_of_group: npt.NDArray[np.bool_]  # [moment, stage]: of this group
     most_layers: int
     cuts: tuple[int, ...]
     owner: Indices  # [stage]
@@ -155,10 +148,18 @@ class _Problem:
         cls, tables: CostTables, shape: Shape, actions: ScheduleActions, most_layers: int, cuts: Sequence[int]
     ) -> _Problem:
         chains = schedule_paths(actions, shape.num_stages)
-        owner, held = np.array(shape.groups, dtype=np.intp), moments(actions, shape.num_stages)
-        groups = owner[held.sum(axis=2).argmax(axis=1)]
+        owner, in_flight = np.array(shape.groups, dtype=np.intp), moments(actions, shape.num_stages)
+        groups = owner[in_flight.sum(axis=2).argmax(axis=1)]
         problem = cls(
-            tables, shape, chains.counts, chains.group, held, owner == groups[:, None], most_layers, tuple(cuts), owner
+            tables,
+            shape,
+            chains.counts,
+            chains.group,
+            in_flight,
+            owner == groups[:, None],
+            most_layers,
+            tuple(cuts),
+            owner,
         )
         shares = problem.transient_shares()
         for layer in tables.layers:
@@ -217,18 +218,21 @@ class _Problem:
         if math.isfinite(tables.limit_bytes):
             shares = self.classes[id(self._most_frequent())].transient_shares
             group_bytes = (
-                static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
+                static
+                + shares[:, None] * transient
+                + self.in_flight[:, :, :1] * saved
+                + self.in_flight[:, :, 1:] * split
             )
-            own = np.where(self.is_held[:, :, None], group_bytes, 0.0)
+            own = np.where(self.is_of_group[:, :, None], group_bytes, 0.0)
             takes = np.concatenate([takes, own.reshape(len(own), -1)])
-            left = tables.limit_bytes - self.is_held[:, [0, -1]] @ fixed_bytes
+            left = tables.limit_bytes - self.is_of_group[:, [0, -1]] @ fixed_bytes
             limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
         limits[: len(chain_s)] = np.maximum(limits[: len(chain_s)], _LITTLE * step_s)
         gains = pack(takes, limits)[1]
         chains, memory = gains[: len(chain_s)], gains[len(chain_s) :]
         if not chains.sum() > 0:
-            return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.held))
-        memory_s = memory * tables.limit_bytes / chains.sum() if len(memory) else np.zeros(len(self.held))
+            return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.in_flight))
+        memory_s = memory * tables.limit_bytes / chains.sum() if len(memory) else np.zeros(len(self.in_flight))
         return chains / chains.sum(), memory_s
 
     def _most_frequent(self) -> LayerCosts:
@@ -249,7 +253,7 @@ class _Problem:
         always = static + costs.transient_bytes / self.most_layers
         total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
         chosen: set[int] = set()
-        for in_flight in np.unique(self.held[:, :, 0].max(axis=0))[[0, -1]]:
+        for in_flight in np.unique(self.in_flight[:, :, 0].max(axis=0))[[0, -1]]:
             kept_bytes = always + in_flight * costs.saved_bytes
             scale = float(total_s.min()) / max(float(kept_bytes.max()), 1.0)
             chosen |= {int((total_s + price * scale * kept_bytes).argmin()) for price in _USUAL_PRICES}
@@ -309,8 +313,8 @@ class _Pass:
         self.once = problem.of_groups(shares)[problem.owner]
         limit = self.tables.limit_bytes
         per_byte = memory_s / limit if math.isfinite(limit) else np.zeros(len(memory_s))
-        self.price = per_byte @ problem.is_held
-        self.priced = np.einsum("m,msk->sk", per_byte, problem.held)  # of a microbatch's bytes
+        self.price = per_byte @ problem.is_of_group
+        self.priced = np.einsum("m,msk->sk", per_byte, problem.in_flight)  # of a microbatch's bytes
         self.memory_s = memory_s
         backward = self.weights[:, _B] + self.weights[:, _I]
         self.ahead, self.back = self.weights[:, _F], backward
@@ -339,7 +343,7 @@ class _Pass:
         state = int(reached[-1].argmin())
         value = float(reached[-1, state])
         if not math.isfinite(value):
-            return math.inf, np.zeros(len(self.problem.counts)), np.zeros(len(self.problem.held))
+            return math.inf, np.zeros(len(self.problem.counts)), np.zeros(len(self.problem.in_flight))
         total = value - float(self.memory_s.sum()) + tables.broadcast_s
         return total, *self._slopes(came, state)
 
@@ -414,7 +418,7 @@ class _Pass:
         problem, tables = self.problem, self.tables
         stage = problem.shape.num_stages - 1
         seconds = np.zeros((problem.shape.num_stages, len(COSTS)))
-        once_s, held, begin_s = np.zeros(problem.shape.num_groups), np.zeros(len(problem.held)), 0.0
+        once_s, num_bytes, begin_s = np.zeros(problem.shape.num_groups), np.zeros(len(problem.in_flight)), 0.0
         for index in range(len(tables.layers) - 1, -1, -1):
             layer = tables.layers[index]
             is_cut, source, entry = came[index]
@@ -434,11 +438,11 @@ class _Pass:
             share = float(problem.classes[id(layer)].transient_shares[stage])
             always = float(layer.static_bytes[row] + share * layer.transient_bytes[row] + problem.tied_bytes[index])
             flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
-            held += always * problem.is_held[:, stage] + problem.held[:, stage] @ flying
+            num_bytes += always * problem.is_of_group[:, stage] + problem.in_flight[:, stage] @ flying
             stage -= int(is_cut[stage, state])
         chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group] + begin_s
         limit = tables.limit_bytes
-        return chains, held / limit - 1 if math.isfinite(limit) else np.zeros_like(held)
+        return chains, num_bytes / limit - 1 if math.isfinite(limit) else np.zeros_like(num_bytes)
 
 
 def _arrive(matrices: Array, reached: Array) -> tuple[Indices, Array]:
