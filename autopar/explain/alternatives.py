@@ -14,8 +14,7 @@ from autopar.progress import phase
 from autopar.search.plan_selection import preferred_s
 
 __all__ = [
-    "Alternative", "alternative_before", "efficiencies", "faster", "forced_choices", "other_than", "sweep",
-    "sweep_questions",
+    "Alternative", "alternative_before", "efficiencies", "faster", "forced_choices", "sweep", "sweep_questions",
 ]  # fmt: skip
 
 _ROUNDING = 1e-6  # relative: sums in another order differ by less
@@ -96,12 +95,15 @@ def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:
 
 
 @phase("pricing other choices")
-def forced_choices(planner: Planner, question: Question, budget_s: float) -> tuple[Alternative, ...]:
-    """The usual alternatives to a plan's decisions, while there is time for one more search as long as the longest."""
+def forced_choices(planner: Planner, question: Question, plan: Plan, budget_s: float) -> tuple[Alternative, ...]:
+    """The usual alternatives to the decisions of `plan`, without its own number of device groups, while there is time
+    for one more search as long as the longest.
+    """
+    own = f"pipeline={plan.num_groups}" if plan.stages else "pipeline=1"
     rows: list[Alternative] = []
     started = before = time.perf_counter()
     longest_s = 0.0
-    for text in _constraints(question):
+    for text in (text for text in _constraints(question) if text != own):
         if before - started + longest_s > budget_s:
             rows.append(Alternative(text, problem=f"not searched: the {budget_s:g} s of --why-seconds ran out"))
             continue
@@ -110,12 +112,6 @@ def forced_choices(planner: Planner, question: Question, budget_s: float) -> tup
         now = time.perf_counter()
         longest_s, before = max(longest_s, now - before), now
     return tuple(rows)
-
-
-def other_than(rows: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
-    """Without the number of device groups that is the plan's anyway."""
-    own = f"pipeline={plan.num_groups}" if plan.stages else "pipeline=1"
-    return tuple(row for row in rows if row.change != own)
 
 
 def faster(rows: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import QuestionError
-from autopar.explain.alternatives import Alternative, forced_choices, other_than, sweep, sweep_questions
+from autopar.explain.alternatives import Alternative, forced_choices, sweep, sweep_questions
 from autopar.explain.arguments import (
     add_question,
     check_writable,
@@ -127,14 +127,14 @@ def _check_combination(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
     questions = [(text, change(question, text)) for text in options.what_if]  # wrong ones are said at once
     others: list[Callable[[], Any]] = [partial(_plan, planner, changed) for _, changed in questions]
-    if options.why_seconds > 0:
-        others.append(partial(forced_choices, planner, question, options.why_seconds))
     if options.sweep:
         others.append(partial(sweep, planner, sweep_questions(planner, question, options.sweep, is_weak=options.weak)))
     planner.program(question)  # once for all
     answer, *answers = call_in_parallel(partial(planner.answer, question), others)
     rows = answers.pop() if options.sweep else ()
-    forced = other_than(answers.pop(), answer.plan) if options.why_seconds > 0 else ()
+    # Here and not in a copy of this process: much of what they need is known from the search before.
+    why_s = options.why_seconds
+    forced = forced_choices(planner, question, answer.plan, why_s) if why_s > 0 else ()
     what_if = tuple(Alternative(text, plan) for (text, _), plan in zip(questions, answers, strict=True))
     findings = Findings(options.target, answer, explain(answer), forced, what_if, (options.sweep or "", rows))
     if options.json:

@@ -65,7 +65,7 @@ class Planner:
 
     def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
         """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
-        said of other plans, of another precision, or of other lengths.
+        said of other plans, of another precision, of other lengths, or of how far it may be from the best.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -84,8 +84,9 @@ class Planner:
 
         def find(program: Program) -> Plan:
             return search_plan(
-                question.compile, lambda own, given: search(own, size, prices, given), program, prices, request, size
-            )
+                question.compile, lambda own, given: search(own, size, prices, given), program, prices, request, size,
+                seeks_gap=not is_alternative,
+            )  # fmt: skip
 
         lengths = None if is_alternative else self._lengths(question, program)
         with phase(f"searching for a plan for {size} devices"):

@@ -32,6 +32,8 @@ def search_plan(
     prices: Prices,
     request: SearchRequest,
     num_devices: int,
+    *,
+    seeks_gap: bool = True,
 ) -> Plan:
     """The plan that `find` gives, with layers compiled (`search_compiled`) and logits made as the user says.
 
@@ -39,7 +41,7 @@ def search_plan(
     with them is short of it, or nothing fits, and the plan is faster by prediction: who reads logits of pieces gets
     them without gradients.  That searches again.
 
-    The optimality gap is sought of the plan that is taken alone.
+    The optimality gap is sought of the plan that is taken alone, and not at all without `seeks_gap`: it stays infinite.
 
     Raises:
         ConstraintError: pieces are demanded, and there is nothing to cut; or outputs are to be whole in every step.
@@ -48,7 +50,7 @@ def search_plan(
     gaps = DeferredGaps()
     program = splittable(program, request, num_devices)
     plan = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
-    return noted(gaps.fill_in(plan), program)
+    return noted(gaps.fill_in(plan) if seeks_gap else plan, program)
 
 
 def _search_plan(

@@ -22,6 +22,7 @@ from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, Tie
 from autopar.search.labels import axis_labels
 from autopar.search.layer_candidates import LayerCandidate, layer_candidates
 from autopar.search.layer_problem import StepSettings
+from autopar.search.layer_work import LayerWork
 from autopar.search.layout_choices import Policy, arrival_layout
 from autopar.search.search_context import SearchContext, input_rows
 from autopar.step.activation_policies import renamed_policy, splits_backward
@@ -191,16 +192,20 @@ def _known_candidates(
     context: SearchContext, settings: StepSettings, first: int, demands: LayerDemands
 ) -> tuple[LayerCandidate, ...]:
     """Those of `layer_candidates`, made once for all that they depend on."""
-    layer = context.program.layers[first]
-    key = (
-        context.boundary_facts(first), demands, context.meshes, settings.training, settings.num_microbatches,
-        settings.in_flight, settings.time[layer.kind], settings.memory_price_s_per_byte,
+    layer, known = context.program.layers[first], context.request.known
+    same = layer, context.prices
+    facts = (
+        context.boundary_facts(first), settings.training, settings.num_microbatches, settings.in_flight,
+        settings.time[layer.kind], settings.memory_price_s_per_byte,
         sum(each.kind == layer.kind for each in context.program.layers),
         *(settings.shared.get(name) for name in layer.state),
     )  # fmt: skip
-    return context.request.known.candidates(
-        (layer, context.prices), key, lambda: layer_candidates(settings, layer, context.meshes, demands)
-    )
+
+    def make() -> tuple[LayerCandidate, ...]:
+        work = known.get(same, ("work", facts), lambda: LayerWork(settings, layer))
+        return layer_candidates(work, context.meshes, demands)
+
+    return known.get(same, ("candidates", facts, demands, context.meshes), make)
 
 
 def _settle_demands(context: SearchContext, settings: StepSettings, first: int) -> tuple[LayerCandidate, ...]:

@@ -1,4 +1,4 @@
-"""Candidates of layers that several searches of one planning share: of compiled layers and of eager ones, with logits
+"""What several searches of one planning share about layers: those of compiled layers and of eager ones, with logits
 made whole and in pieces, under other constraints.
 """
 
@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-
-from autopar.search.layer_candidates import LayerCandidate
+from typing import Any, TypeVar
 
 __all__ = ["KnownLayers"]
 
-Candidates = tuple[LayerCandidate, ...]
+Made = TypeVar("Made")
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class KnownLayers:
     """Of device groups and microbatches of the best pipeline of the last search that found one."""
     inner_sizes: frozenset[int] = frozenset()
     """Of the meshes of its usual layers."""
-    _candidates: dict[Hashable, Candidates] = field(default_factory=dict[Hashable, Candidates])
+    _made: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     _memory_prices: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     _alive: dict[int, object] = field(default_factory=dict[int, object])
 
@@ -36,12 +35,12 @@ class KnownLayers:
         """
         return replace(self, numbers=(0, 0), inner_sizes=frozenset())
 
-    def candidates(self, same: tuple[object, ...], key: Hashable, make: Callable[[], Candidates]) -> Candidates:
-        """The candidates of this key for these same objects; they are made if they are not known."""
+    def get(self, same: tuple[object, ...], key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` made for this key and these same objects; it is called if nothing is known."""
         whole = (self._identity(same), key)
-        if whole not in self._candidates:
-            self._candidates[whole] = make()
-        return self._candidates[whole]
+        if whole not in self._made:
+            self._made[whole] = make()
+        return self._made[whole]
 
     def memory_price(self, same: tuple[object, ...], key: Hashable, price_s_per_byte: float) -> float:
         """The usual price of memory that was first named: it guides what are candidates, and with another one for each

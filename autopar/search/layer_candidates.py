@@ -20,11 +20,11 @@ from autopar.plan.prediction import LayerCost
 from autopar.program import Layer
 from autopar.search.boundary_pairs import boundary_costs, useful_pairs
 from autopar.search.constraints import OPS, LayerDemands
-from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degrees, role_choices
+from autopar.search.degree_roles import AxisRoles, meets_degrees, role_choices
 from autopar.search.layer_problem import LayerProblem, StepSettings
-from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layer_solutions import LayerSolutions, SolvedVariant
+from autopar.search.layer_work import LayerWork, Pieces, StoredVariant, StrategyCosts
 from autopar.search.layout_choices import Policy, storage_layout
-from autopar.search.space_splits import space_on_mesh
 from autopar.step.activation_policies import (
     activation_policy,
     matching_policies,
@@ -33,16 +33,9 @@ from autopar.step.activation_policies import (
     rerun_ops,
     rerun_policy_name,
 )
-from autopar.step.layer_cost import (
-    computing_runs,
-    is_layer_rerun,
-    running_costs,
-    storage_cost,
-    stored_collectives,
-)
+from autopar.step.layer_cost import is_layer_rerun
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.overlap_estimate import ComputingRuns, ParameterTransfer, overlapped_s, parameter_transfers
-from autopar.step.piece_seconds import best_pieces, demanded_pieces
+from autopar.step.overlap_estimate import ComputingRuns, ParameterTransfer, overlapped_s
 from autopar.step.training import own_training
 from autopar.step.value_flows import find_flows, time_view
 
@@ -71,22 +64,16 @@ class LayerCandidate:
 
 
 def layer_candidates(
-    settings: StepSettings, layer: Layer, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands
+    work: LayerWork, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands
 ) -> tuple[LayerCandidate, ...]:
-    """The candidates of `layer` on all `meshes` that meet `demands`; empty if there are none."""
+    """The candidates of a layer on all `meshes` that meet `demands`; empty if there are none."""
+    settings, layer = work.settings, work.layer
     whole = _sliced_late(settings, layer)
-    problems: list[LayerProblem] = []
-    roles: list[AxisRoles] = []
-    for mesh in meshes:
-        own = replace(demands, space=space_on_mesh(settings.program, layer, mesh, demands))
-        for each in role_choices(mesh, demands):
-            allowed = allowed_options(settings.program, layer, mesh, own, each, whole)
-            problems.append(LayerProblem(settings, layer, mesh, allowed, own.space))
-            roles.append(each)
-    known: dict[tuple[object, ...], list[_StoredVariant]] = {}
+    pairs = [(mesh, roles) for mesh in meshes for roles in role_choices(mesh, demands)]
+    problems = [work.problem(mesh, roles, demands, whole) for mesh, roles in pairs]
     variants: list[_Variant] = []
-    for placed, strategy, policies in _strategies(settings, layer, problems, roles, demands, whole):
-        variants.extend(_variants(settings, placed, strategy, policies, demands, known))
+    for placed, strategy, policies in _strategies(work, problems, [roles for _, roles in pairs], demands, whole):
+        variants.extend(_variants(work, placed, strategy, policies, demands))
     return tuple(variant.finish(layer) for variant in _drop_dominated(settings, layer, variants))
 
 
@@ -110,18 +97,18 @@ _Strategy = tuple[PlacedLayer, LayerStrategy, tuple[Policy, Policy]]
 
 
 def _strategies(
-    settings: StepSettings,
-    layer: Layer,
+    work: LayerWork,
     problems: Sequence[LayerProblem],
     roles: Sequence[AxisRoles],
     demands: LayerDemands,
     whole: frozenset[str],
 ) -> Iterator[_Strategy]:
     """Distinct strategies of the solved variants, applied, with the policies before and behind them."""
+    settings, layer = work.settings, work.layer
     seen: set[tuple[object, ...]] = set()
     costs = boundary_costs(problems)
     for variant in _solved_variants(settings, layer.kind, demands):
-        solved = _Solved([solve_problem(problem, _on_mesh(variant, problem)) for problem in problems], whole)
+        solved = _Solved([work.solved(problem, _on_mesh(variant, problem)) for problem in problems], whole)
 
         def suits(number: int, i: int, j: int, solved: _Solved = solved) -> bool:
             return meets_degrees(settings.program, layer, solved.strategy(number, i, j), demands, roles[number])
@@ -186,22 +173,12 @@ def _solved_variants(settings: StepSettings, kind: int, demands: LayerDemands) -
 
 
 @dataclass(frozen=True)
-class _StoredVariant:
-    """One way to store a layer's parameters, and the part of the cost that depends on it."""
-
-    zero: int
-    storage: tuple[Layout, ...]
-    cost: LayerCost
-    transfers: tuple[ParameterTransfer, ParameterTransfer]
-
-
-@dataclass(frozen=True)
 class _Variant:
     """A candidate before it is known to be of use."""
 
     policies: tuple[Policy, Policy]
     strategy: LayerStrategy
-    stored: _StoredVariant
+    stored: StoredVariant
     recompute: str
     cost: LayerCost
     overlapped_s: float
@@ -222,29 +199,26 @@ class _Variant:
 
 
 def _variants(
-    settings: StepSettings,
+    work: LayerWork,
     placed: PlacedLayer,
     strategy: LayerStrategy,
     policies: tuple[Policy, Policy],
     demands: LayerDemands,
-    known: dict[tuple[object, ...], list[_StoredVariant]],
 ) -> Iterator[_Variant]:
     """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference.
 
     Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
-    Storage depends on the mesh and on how compute reads the parameters alone; `known` keeps what was worked out.
     """
-    key = (placed.mesh, *(placed.copies.get(name) for name in placed.layer.state))
-    if key not in known:
-        known[key] = list(_stored_variants(settings, placed, demands))
+    settings, costs = work.settings, work.costs(placed, strategy)
+    every = list(_stored_variants(work, placed, demands))
     kind = settings.program.kinds[placed.layer.kind]
     names = {first.name: op.name for first, op in zip(kind.ops, placed.layer.ops, strict=True)}
     recompute = [renamed_policy(how, names) for how in _recompute_variants(settings, kind.kind, demands)]
-    choices = _running_in_pieces(settings, placed, recompute, demands)
+    choices = _running_in_pieces(settings, costs, recompute, demands)
     if not demands.offload:
         choices = [(cut, _worth_offloading(settings, placed.layer, running)) for cut, running in choices]
     training = own_training(settings.program, placed.layer, settings.training)
-    ahead, back = computing_runs(placed, settings.prices, settings.training)
+    ahead, back = costs.runs
     count = settings.num_microbatches
     for cut, running in choices:
         pieced = replace(strategy, pieces=cut)
@@ -252,53 +226,40 @@ def _variants(
             again_s = (cost.recompute_s / count,)
             again = ahead if is_layer_rerun(how, training) else ComputingRuns(again_s, again_s)
             runs = ahead, again.then(back)
-            for stored in known[key]:
+            for stored in every:
                 overlapped = overlapped_s(runs, *stored.transfers, stored.zero, count, training)
                 yield _Variant(policies, pieced, stored, how, cost + stored.cost, overlapped)
 
 
-_Pieces = tuple[tuple[str, int], ...]
-
-
 def _running_in_pieces(
-    settings: StepSettings, placed: PlacedLayer, recompute: Sequence[str], demands: LayerDemands
-) -> list[tuple[_Pieces, dict[str, LayerCost]]]:
+    settings: StepSettings, costs: StrategyCosts, recompute: Sequence[str], demands: LayerDemands
+) -> list[tuple[Pieces, dict[str, LayerCost]]]:
     """Collectives that run in pieces, and what ways to recompute then cost: those that are faster so, or all that can
     if it is demanded; none with products that are recomputed one by one.
 
     A compiler keeps more for backward where they are left out of what it compiles, so there none are a choice as well.
     """
-    prices, training = settings.prices, settings.training
+    by_way = costs.pieces(recompute, demands.pieces)
     if demands.pieces:
-        by_way = {how: demanded_pieces(placed, demands.pieces, how) for how in recompute}
         # Products that run again by themselves can't: to recompute them is no way around the demand.
         by_way = {how: pieces for how, pieces in by_way.items() if pieces} or by_way
-    else:
-        by_way = best_pieces(placed, recompute, prices, training)
-    hows: dict[_Pieces, list[str]] = {}
+    hows: dict[Pieces, list[str]] = {}
     for how, pieces in by_way.items():
         hows.setdefault(pieces, []).append(how)
-    if training.compiled and not demands.pieces:
+    if settings.training.compiled and not demands.pieces:
         hows[()] = list(recompute)
-    return [
-        (pieces, running_costs(replace(placed, pieces=pieces) if pieces else placed, ways, prices, training))
-        for pieces, ways in hows.items()
-    ]
+    return [(pieces, costs.running(pieces, ways)) for pieces, ways in hows.items()]
 
 
-def _stored_variants(settings: StepSettings, base: PlacedLayer, demands: LayerDemands) -> Iterator[_StoredVariant]:
-    training = own_training(settings.program, base.layer, settings.training)
+def _stored_variants(work: LayerWork, base: PlacedLayer, demands: LayerDemands) -> Iterator[StoredVariant]:
     seen: set[tuple[int, tuple[Layout, ...]]] = set()
-    for zero, shard_axes in _zero_variants(settings, base.mesh, demands):
+    for zero, shard_axes in _zero_variants(work.settings, base.mesh, demands):
         storage = _storage(base, shard_axes, demands)
         # Where storage is not sharded beyond what compute shards, a level would be a claim only.
         level = zero if demands.zero >= 0 or storage != _storage(base, (), demands) else 0
         if (level, storage) not in seen:
             seen.add((level, storage))
-            placed = replace(base, storage=storage, zero=level)
-            stored = tuple(stored_collectives(placed, training))
-            cost = storage_cost(placed, stored, settings.prices, settings.training)
-            yield _StoredVariant(level, storage, cost, parameter_transfers(placed, stored, settings.prices, training))
+            yield work.stored(base, level, storage)
 
 
 def _zero_variants(

@@ -16,7 +16,8 @@ from autopar.plan import Plan
 from autopar.planning import logits
 from autopar.planning.logits import search_plan
 from autopar.program import Program
-from autopar.search import SearchRequest, candidate_sets, plan_search, search
+from autopar.search import SearchRequest, candidate_sets, layer_work, plan_search, search
+from autopar.search.known_layers import KnownLayers
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.plan_selection import preferred_s
 from autopar.step.logits import in_pieces
@@ -38,9 +39,9 @@ def count_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     original = candidate_sets.layer_candidates
 
-    def counted(settings, layer, meshes, demands):
-        made.append(layer.name)
-        return original(settings, layer, meshes, demands)
+    def counted(work, meshes, demands):
+        made.append(work.layer.name)
+        return original(work, meshes, demands)
 
     monkeypatch.setattr(candidate_sets, "layer_candidates", counted)
     return made
@@ -145,3 +146,29 @@ def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_fi
     alone = search(program(), 4, prices(), SearchRequest(schedules=schedule_actions, constraints=("pipeline=1",)))
     assert made
     assert shared.decisions == alone.decisions
+
+
+def test_other_demands_on_activations_and_storage_share_problems_and_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    costs: list[Any] = []
+    problem, running = layer_work.LayerProblem, layer_work.running_costs
+    monkeypatch.setattr(layer_work, "LayerProblem", lambda *own: built.append(own[1].name) or problem(*own))
+    monkeypatch.setattr(layer_work, "running_costs", lambda *own: costs.append(own[1]) or running(*own))
+
+    def planned(known: KnownLayers, *constraints: str) -> Plan:
+        asked = SearchRequest(schedules=schedule_actions, constraints=("pipeline=1", *constraints), known=known)
+        return search(program(), 4, prices(), asked)
+
+    known = KnownLayers()
+    planned(known)
+    for constraint in ("zero=3", "recompute=full", "offload=none"):
+        built.clear(), costs.clear()
+        shared = planned(known.for_other_constraints(), constraint)
+        assert not built
+        num_shared = len(costs)
+        costs.clear()
+        alone = planned(KnownLayers(), constraint)
+        assert built
+        assert num_shared < len(costs)
+        assert shared.decisions == alone.decisions
+        assert shared.prediction == alone.prediction

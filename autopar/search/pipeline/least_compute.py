@@ -31,14 +31,24 @@ def least_compute(context: SearchContext, count: int, factors: Mapping[int, tupl
         count: microbatches.
         factors: layer kind -> per op, the factor that microbatches split.
     """
-    settings = StepSettings(context.program, context.prices, context.request.training, count, dict(factors), {})
-    of_kind = {layer.kind: _layer_costs(context, settings, layer) for layer in context.program.kinds}
-    layers = tuple(of_kind[layer.kind] for layer in context.program.layers)
-    return CostTables(count, 1, layers, (None,) * (len(layers) - 1))
+    program, training = context.program, context.request.training
+    key = ("least", context.num_devices, context.meshes, training, count, tuple(factors.items()), _space(context))
+
+    def make() -> CostTables:
+        settings = StepSettings(program, context.prices, training, count, dict(factors), {})
+        of_kind = {layer.kind: _layer_costs(context, settings, layer) for layer in program.kinds}
+        layers = tuple(of_kind[layer.kind] for layer in program.layers)
+        return CostTables(count, 1, layers, (None,) * (len(layers) - 1))
+
+    return context.request.known.get((program, context.prices), key, make)
+
+
+def _space(context: SearchContext) -> int:
+    return context.demands[0].space
 
 
 def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -> LayerCosts:
-    allowed = only_space(layer, context.demands[0].space)
+    allowed = only_space(layer, _space(context))
     problems = [LayerProblem(settings, layer, mesh, allowed) for mesh in context.meshes]
     forward_s = backward_s = weight_s = 0.0
     for index, op in enumerate(layer.ops):
