@@ -24,11 +24,14 @@ from autopar.pages.shapes import (
 from autopar.quantities import size_unit
 from autopar.timeline import CATEGORIES, MEMORY_KINDS, STREAMS, Event, MemoryPoint, StepTimeline
 
-__all__ = ["condense", "memory_figure", "memory_table", "shown_groups", "timeline_figure", "timeline_table"]
+__all__ = [
+    "MAX_BARS", "condense", "memory_figure", "memory_table", "shown_groups", "timeline_figure", "timeline_table",
+]  # fmt: skip
 
 # Limits of what a chart shows: browsers stay responsive with so many bars and points, and rows stay readable.
 _MAX_GROUPS = 8
-_MAX_BARS = 4000
+MAX_BARS = 4000
+"""Events in a chart: if there are more, neighbors are merged."""
 _MAX_POINTS = 300  # of memory, for each group
 _TO = " .. "  # between the names of the first and the last of joined events
 _FEW_ARROWS, _MAX_ARROWS = 150, 3000  # more hide the bars; still more make the page large
@@ -42,7 +45,7 @@ def shown_groups(timeline: StepTimeline) -> tuple[int, ...]:
     return tuple(groups[number * (len(groups) - 1) // (_MAX_GROUPS - 1)] for number in range(_MAX_GROUPS))
 
 
-def condense(timeline: StepTimeline, groups: Sequence[int], max_bars: int = _MAX_BARS) -> tuple[Event, ...]:
+def condense(timeline: StepTimeline, groups: Sequence[int], max_bars: int = MAX_BARS) -> tuple[Event, ...]:
     """The events of these groups; if there are more than `max_bars`, neighbours of one category are joined.
 
     First, events of one microbatch and category that (nearly) touch are joined.  If there are still too many, the step
@@ -57,11 +60,13 @@ def condense(timeline: StepTimeline, groups: Sequence[int], max_bars: int = _MAX
     streams = [sorted(events, key=lambda event: (event.start_s, event.stop_s)) for events in by_stream.values()]
     if sum(map(len, streams)) <= max_bars:
         return tuple(event for events in streams for event in events)
-    bars = touching = [_join_touching(events, timeline.step_s / 5000) for events in streams]
-    num_intervals = max_bars
-    while sum(map(len, bars)) > max_bars and num_intervals:
-        bars = [_join_in_intervals(events, timeline.step_s / num_intervals) for events in touching]
-        num_intervals //= 2
+    bars = [_join_touching(events, timeline.step_s / 5000) for events in streams]
+    if sum(map(len, bars)) > max_bars:
+        interval_s = timeline.step_s / max_bars
+        # To count is much faster than to join.
+        while sum(_num_in_intervals(events, interval_s) for events in bars) > max_bars and interval_s < timeline.step_s:
+            interval_s *= 2
+        bars = [_join_in_intervals(events, interval_s) for events in bars]
     return tuple(event for events in bars for event in events)
 
 
@@ -78,6 +83,13 @@ def _join_touching(events: Iterable[Event], gap_s: float) -> list[Event]:
             runs.append([event])
             stop_s = event.stop_s
     return [_join(run, run[0].start_s, max(event.stop_s for event in run)) for run in runs]
+
+
+def _num_in_intervals(events: Sequence[Event], interval_s: float) -> int:
+    """How many events `_join_in_intervals` leaves."""
+    short = [event for event in events if event.seconds <= interval_s]
+    cells = {(int(event.start_s / interval_s), event.category) for event in short}
+    return len(events) - len(short) + len(cells)
 
 
 def _join_in_intervals(events: Sequence[Event], interval_s: float) -> list[Event]:
@@ -117,7 +129,7 @@ def timeline_figure(timeline: StepTimeline, other: StepTimeline | None = None, n
     """
     timelines = [timeline] if other is None else [timeline, other]
     groups = shown_groups(timeline)
-    drawn = [condense(each, groups, _MAX_BARS // len(timelines)) for each in timelines]
+    drawn = [condense(each, groups, MAX_BARS // len(timelines)) for each in timelines]
     used = [s for s in STREAMS if any(event.stream == s for events in drawn for event in events)]
     rows = [
         (group, stream, number)

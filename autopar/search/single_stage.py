@@ -41,6 +41,8 @@ class SingleStagePaths:
     least_s: Array
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan], repr=False)
     """Those of paths that were simulated."""
+    walked_bytes: dict[int, float] = field(default_factory=dict[int, float], repr=False)
+    """The most that a device holds at any moment, the batch included, of paths that were walked through for it."""
     _near: dict[float, PathPool] = field(default_factory=dict[float, PathPool], repr=False)
 
     def decisions(self, path: int) -> Decisions:
@@ -75,6 +77,13 @@ class SingleStagePaths:
         by_estimate = min((self.pool.time_s[path], peak[path]) for path in self.front)
         return by_estimate, min((float(self.least_s[path]), peak[path]) for path in self.front)
 
+    def largest_fitting(self, limit_bytes: float) -> float:
+        """The limit, or the bytes of a path that is counted as larger but fits."""
+        context = self.candidates.context
+        allowed_bytes = limit_bytes + context.request.training.batch_bytes(context.program)
+        fitting = (path for path, walked in self.walked_bytes.items() if walked <= allowed_bytes)
+        return max([limit_bytes, *(self.pool.peak_bytes[path] for path in fitting)])
+
     def lower_bound_s(self, limit_bytes: float) -> float:
         """A lower bound on the simulated step time of all paths that fit."""
         least = self.least
@@ -107,8 +116,11 @@ class SingleStageSearch:
         self._fastest_fitting: list[tuple[float, float]] = []
 
     def lower_bound_s(self) -> float:
-        """No path that fits is faster."""
-        return min((paths.lower_bound_s(self._limit_bytes) for paths in self.searched), default=math.inf)
+        """No path that fits is faster; of those that are counted as larger than the limit, none that is as small as one
+        that was found to fit.
+        """
+        limit_bytes = self._limit_bytes
+        return min((own.lower_bound_s(own.largest_fitting(limit_bytes)) for own in self.searched), default=math.inf)
 
     def begin(self) -> None:
         """Search with the smallest number of microbatches."""

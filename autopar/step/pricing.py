@@ -20,7 +20,7 @@ from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flig
 from autopar.step.activation_policies import splits_backward
 from autopar.step.layer_cost import computing_seconds, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.memory import Moment, peak_bytes, step_memory
 from autopar.step.model_flops import model_flops
 from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
@@ -84,13 +84,22 @@ class StepPricing:
         return step_seconds(self.layers, self.prices, self.training, self.schedules)
 
     @cached_property
+    def memory(self) -> tuple[tuple[Moment, ...], ...]:
+        """Per device group, the moments of the step."""
+        return step_memory(self.layers, self.training, self.schedules)
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """The most that a device holds at any moment."""
+        return max(map(peak_bytes, self.memory))
+
+    @cached_property
     def prediction(self) -> Prediction:
         """Seconds and bytes, by layer and by stage."""
         layers, prices, training = self.layers, self.prices, self.training
         between = step_collectives(layers, training)
         costs = layer_costs(layers, between, prices, training)
-        memory = step_memory(layers, training, self.schedules)
-        peaks = [peak_bytes(moments) for moments in memory]
+        peaks = [peak_bytes(moments) for moments in self.memory]
         stages, sum_s = self._stages(costs, between, peaks)
         outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
         is_same = abs(sum_s - self.step_s) <= _NOTHING * sum_s
@@ -103,7 +112,7 @@ class StepPricing:
             step_time_s=step_s,
             overlapped_s=sum_s - step_s,
             peak_memory_bytes=max(peaks),
-            host_memory_bytes=max((moment.host_bytes for moments in memory for moment in moments), default=0.0),
+            host_memory_bytes=max((moment.host_bytes for moments in self.memory for moment in moments), default=0.0),
             samples_per_step=self.program.batch_size,
             costs=costs,
             stages=stages,

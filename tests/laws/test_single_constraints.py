@@ -1,8 +1,9 @@
-"""No single constraint makes a plan faster than the free one by more than its printed gap; pipelines take what their
-sums of seconds say."""
+"""No single constraint makes a plan faster than the free one by more than its printed gap, nor does a tighter memory
+limit; pipelines take what their sums of seconds say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,9 +17,15 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.plan_selection import preferred_s
-from tests.models import make_bert, make_llama, make_mixtral, make_vit
+from tests.models import make_bert, make_flat, make_llama, make_mixtral, make_vit
 
-MODELS = {"decoder": make_llama, "encoder": make_bert, "images": make_vit, "experts": make_mixtral}
+MODELS = {
+    "function": make_flat,
+    "decoder": make_llama,
+    "encoder": make_bert,
+    "images": make_vit,
+    "experts": make_mixtral,
+}
 SINGLE = (
     "data=2", "tensor=2", "sequence=2", "context=2", "expert=2", "zero=0", "zero=1", "zero=2", "zero=3",
     "pipeline=1", "pipeline=2", "schedule=1f1b", "schedule=interleaved_1f1b", "schedule=zbv",
@@ -86,3 +93,20 @@ def test_a_pipeline_short_of_memory_is_not_slower_than_with_less() -> None:
     # Copies to the host's memory at the ends of stages were taken for hidden: 2.64 and 2.14 ms.
     more, less = (pipeline(limit) for limit in (757_487.0, 528_981.0))
     assert more.step_time_s <= less.step_time_s
+
+
+@pytest.mark.parametrize(
+    "model", ["function", "decoder", *(pytest.param(each, marks=pytest.mark.slow) for each in ("encoder", "experts"))]
+)
+def test_a_tighter_memory_limit_never_gives_a_faster_plan(model: str) -> None:
+    """Without stages; within the peak of a plan as the limit, that plan is found."""
+    request = SearchRequest(constraints=("pipeline=1",), schedules=schedule_actions)
+    before = search(program(model), 4, prices(4), request)
+    within = search(program(model), 4, prices(4), replace(request, memory_limit_bytes=before.peak_memory_bytes))
+    assert within.step_time_s == before.step_time_s
+    for share in (0.9, 0.8):
+        limit = share * before.peak_memory_bytes
+        plan = search(program(model), 4, prices(4), replace(request, memory_limit_bytes=limit))
+        assert plan.peak_memory_bytes <= limit
+        assert plan.step_time_s >= before.step_time_s * (1 - 1e-9)
+        before = plan

@@ -31,7 +31,7 @@ from autopar.explain.tables import (
 from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Number, Table, digits, milliseconds, percent, size
 from autopar.pages.timelines import (
-    condense,
+    MAX_BARS,
     memory_figure,
     memory_table,
     shown_groups,
@@ -160,7 +160,7 @@ def _step_section(findings: Findings) -> Section:
     if len(shown) < len(groups):
         text.append(f"{len(shown)} of {len(groups)} device groups are drawn; the table has all of them.")
     num_events = sum(event.group in set(shown) for event in timeline.events)
-    if len(condense(timeline, shown)) < num_events:
+    if num_events > MAX_BARS:
         text.append(f"{num_events:,} events are merged with their neighbors; --trace writes each of them for Perfetto.")
     return Section(
         "step-section", "The step over time", tuple(text), (timeline_figure(timeline),), (timeline_table(timeline),)
