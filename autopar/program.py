@@ -135,6 +135,7 @@ class KernelCollective:
         returns: in a ring, what travels takes one step more and comes home.
         piece: it runs for this number of elements of that shape at a time; 0: for all in one call.
         growth: (number of devices that run the kernel together, factor by which the buffer is larger than that shape).
+        reached: the same for the devices on its axis and on those further out that run the kernel.
         is_of_gradient: it moves the gradient of `operand`, and runs only if the operand has one.
     """
 
@@ -148,6 +149,7 @@ class KernelCollective:
     returns: bool = False
     piece: int = 0
     growth: tuple[tuple[int, float], ...] = ()
+    reached: tuple[tuple[int, float], ...] = ()
     is_of_gradient: bool = False
 
 

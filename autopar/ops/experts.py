@@ -29,7 +29,7 @@ EXPERTS = "autopar_traced.experts.default"
 ids: [R], the expert of each row.  reads: list of [R, ...], or [R / k, ...] for tensors that the k rows of a token
 share.  experts: list of [num_experts, ...].  others: tensors that all rows read.  members: [num_experts], the numbers
 of all experts, or on a device with some of them (`experts` option) of those.  The result is [R, ...], in the order of
-`ids`.
+`ids`; or [R / k, ...], the sums of the k rows of each token, where the body says so (`Body.summed`).
 """
 PRODUCT = "autopar_traced.grouped_product.default"
 """``(rows [R, k], matrices [experts, k, n], ends [experts]) -> [R, n]``, for rows that are sorted by expert."""
@@ -72,6 +72,7 @@ class Body:
             prices and memory; 1 for numbers that are not listed.  See `autopar.planning.imbalance`.
         kept_bytes: bytes that autograd saves for each row, other than operands and results.
         width: how devices can split each expert; None if they can't.
+        summed: so many rows, those of a token, are added up at the end; 1: each row is a result.
     """
 
     ops: tuple[Op, ...]
@@ -81,6 +82,7 @@ class Body:
     busiest: tuple[tuple[int, float], ...] = ()
     kept_bytes: float = 0.0
     width: InnerWidth | None = None
+    summed: int = 1
 
     def text(self) -> str:
         """The body as text, which is an argument of the op."""
@@ -94,6 +96,7 @@ class Body:
                 "busiest": self.busiest,
                 "kept_bytes": self.kept_bytes,
                 "width": self.width and asdict(self.width),
+                "summed": self.summed,
             }
         )  # fmt: skip
 
@@ -139,6 +142,7 @@ def read_body(text: str) -> Body:
         tuple((devices, times) for devices, times in plain["busiest"]),
         plain["kept_bytes"],
         plain["width"] and _width(**plain["width"]),
+        plain["summed"],
     )
 
 
@@ -194,6 +198,30 @@ class _Call:
         return self.skew if self.experts[0].shape[0] < self.members.shape[0] else 1.0
 
     @property
+    def num_tokens(self) -> int:
+        """Rows of the result."""
+        return self.ids.shape[0] // self.body.summed
+
+    @property
+    def copies(self) -> tuple[tuple[int, float], ...]:
+        """(devices, on how many of them a token has experts), as expected for the busiest, for what is sent.
+
+        A token is sent once to each, however many of its experts are there.
+        """
+        busiest, numbers = dict(self.body.busiest), range(1, self.num_experts + 1)
+        return tuple(
+            (n, min(float(n), busiest.get(n, 1.0) * _num_reached(self.num_experts, n, self.body.summed)))
+            for n in numbers
+            if self.num_experts % n == 0
+        )
+
+    @property
+    def sent_copies(self) -> float:
+        """The same of the devices that share the experts; 0 where nothing is sent."""
+        held = self.experts[0].shape[0]
+        return dict(self.copies)[self.num_experts // held] if held < self.members.shape[0] else 0.0
+
+    @property
     def num_slices(self) -> float:
         """The number of slices into which the inner width is split; a device has one of them."""
         width = self.body.width
@@ -210,6 +238,13 @@ class _Call:
     def num_rows(self) -> float:
         """The rows that the busiest device computes: those of its input that go to its experts."""
         return self.ids.shape[0] * self.members.shape[0] / self.num_experts * self.skew
+
+
+def _num_reached(num_experts: int, num_devices: int, num_chosen: int) -> float:
+    """On how many devices a token has experts on average, if it chooses any as likely as any other, none twice."""
+    elsewhere = num_experts - num_experts // num_devices
+    missed = math.prod(max(0, elsewhere - i) / (num_experts - i) for i in range(min(num_chosen, num_experts)))
+    return num_devices * (1.0 - missed)
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -252,7 +287,8 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     call = _Call.of(op, operands)
     matrices = [call.experts[index] for index in call.body.products()]
     flops = sum(2.0 * call.num_rows * kind.shape[1] * kind.shape[2] for kind in matrices)
-    gathered = sum(math.prod(kind.shape[1:]) * itemsize_bytes(kind.dtype) for kind in (*call.reads, *results))
+    read_row, made_row = (sum(math.prod(k.shape[1:]) * itemsize_bytes(k.dtype) for k in kinds)
+                          for kinds in (call.reads, results))  # fmt: skip
     width = call.body.width
     in_products = {
         is_narrow: sum(
@@ -266,7 +302,7 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     read = call.num_rows * call.on_a_slice(in_products[False], in_products[True])
     weights = sum_bytes(tuple(matrices))
     moved = call.on_a_slice(call.body.moved_bytes, width.moved_bytes if width else 0.0)
-    others = call.growth * call.ids.shape[0] * (2 * gathered + moved)
+    others = call.growth * call.ids.shape[0] * (2 * (read_row + made_row) + moved) + _around(call, read_row, made_row)
     return Work(
         "matmul" if flops else "bytes",
         (call.experts or results)[0].dtype,
@@ -281,6 +317,19 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     )
 
 
+def _around(call: _Call, read_row: float, made_row: float) -> float:
+    """Bytes read and written to add up the rows of each token, and to fill and to empty what is sent.
+
+    Each copy of a token is written to a buffer, expanded to its rows where its experts are, and its sum there is read
+    from a buffer again.
+    """
+    rows, tokens, copies = call.ids.shape[0], call.num_tokens, call.sent_copies
+    if not copies:
+        return made_row * (rows + tokens) if call.body.summed > 1 else 0.0
+    sent, expanded = copies * tokens, call.growth * rows
+    return 2 * (sent + expanded) * read_row + (expanded + 2 * sent + tokens) * made_row
+
+
 def _alignment(sizes: Sequence[int]) -> int:
     return next((step for step in (64, 8) if all(size % step == 0 for size in sizes)), 1)
 
@@ -290,24 +339,28 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
     saves in addition because of imbalance, less those that slices of the width save.
     """
     call = _Call.of(op, operands)
-    rows = 2.0 * call.growth * sum_bytes(results[:1])
+    made = sum_bytes(results[:1])
+    rows = 2.0 * call.growth * call.body.summed * made
     narrow = call.body.width.kept_bytes if call.body.width else 0.0
     kept = call.ids.shape[0] * (
         (call.growth - 1.0) * call.body.kept_bytes - call.growth * (narrow - call.on_a_slice(narrow, narrow))
     )
-    return Buffers(forward=rows if has_kernel else 0.0, backward=rows, kept=kept)
+    sent = 2.0 * call.sent_copies * made
+    is_summed = call.body.summed > 1
+    return Buffers(forward=max(sent, rows if is_summed else 0.0), backward=max(sent, rows), kept=kept)
 
 
 def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """The maximum of all devices' numbers of rows first; then ids and the tensors that rows read, and their results
-    back.
+    """On each axis the maximum of all devices' numbers of rows first; then ids and the tensors that rows read, and
+    their results back: a token once for each place on that axis, and those further out, that it has experts at.
     """
     call = _Call.of(op, operands)
+    copies, rows = call.copies, call.ids.shape[0]
     collectives = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
-        KernelCollective("all_to_all", "forward", 0, dtype="int64", growth=call.body.busiest),
+        KernelCollective("all_to_all", "forward", 0, dtype="int64", reached=copies),
     ]
-    result, growth = call.body.types[call.body.result].dtype, call.body.busiest
+    result = call.body.types[call.body.result].dtype
     for phase in ("forward", "backward"):
         collectives += [
             KernelCollective(
@@ -315,13 +368,13 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
                 phase,
                 1 + index,
                 dtype=kind.dtype,
-                count=call.ids.shape[0] // kind.shape[0],
-                growth=growth,
+                count=1 if kind.shape[0] == call.num_tokens else rows // kind.shape[0],
+                reached=copies,
             )
             for index, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating
         ]
-        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, growth=growth))
+        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, reached=copies))
     return tuple(collectives)
 
 
@@ -330,7 +383,7 @@ FAMILIES = (
         {EXPERTS: _rule},
         kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_dispatch_collectives)},
         is_cheap=False,
-        runs_apart=True,  # the host determines how long slices of sent rows are
+        runs_apart=True,  # the host determines how long slices of what is sent are
         count_work=_work,
         buffers=_buffers,
     ),

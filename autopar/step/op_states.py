@@ -210,12 +210,13 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
         return
     types = state.operand_types + state.result_types
     together = math.prod(size for option, size in zip(state.options, mesh, strict=True) if option.kernel)
-    rounds = 1
+    rounds = reached = 1
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
+        reached *= axis.size if option.kernel else 1
         for collective in option.collectives if axis.size > 1 else ():
             shape = types[collective.operand].shape
             elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
-            growth = dict(collective.growth).get(together, 1.0)
+            growth = dict(collective.growth).get(together, 1.0) * dict(collective.reached).get(reached, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
             overlap_parts = rounds * axis.size if collective.is_ring and option.travelling else 0

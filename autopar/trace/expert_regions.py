@@ -3,13 +3,14 @@
 A region is recognised by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
-back in their order.  Then the new op and the model's own ops are run, both in float64 and on skewed random numbers:
-results and gradients must agree, or the region stays as it is.  So is found whether it can be cut in the inner width.
+back in their order.  Where the rows of each token are added up next, that belongs to the region.  Then the new op and
+the model's own ops are run, both in float64 and on skewed random numbers: results and gradients must agree, or the
+region stays as it is.  So is found whether it can be cut in the inner width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.ops.experts import ENDS, IDS, PRODUCT, TRANSPOSE, Body
@@ -22,6 +23,8 @@ from autopar.trace.row_order import RowOrder, divisor_to, is_rowwise, without_ro
 
 __all__ = ["join_experts"]
 
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_SUMS = ("aten.sum.dim_IntList",)
 _SORTS = ("aten.sort.default", "aten.sort.stable")
 _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and of their order nothing depends on more
 
@@ -34,7 +37,7 @@ def join_experts(graph: Graph) -> Graph:
     names = Names(graph)
     taken: set[str] = set()
     for place, op in enumerate(graph.ops):
-        for region in () if op.name in taken else _regions(graph, place, readers):
+        for region in () if op.name in taken else _with_and_without_sums(graph, _regions(graph, place, readers)):
             body = proven_body(graph, region)
             if body is not None:
                 members = names.fresh("members")
@@ -58,6 +61,30 @@ def _regions(graph: Graph, place: int, readers: Mapping[str, int]) -> Iterator[R
         region = find_batched(graph, place)
     if region is not None:
         yield region
+
+
+def _with_and_without_sums(graph: Graph, regions: Iterable[Region]) -> Iterator[Region]:
+    """Each region, before it the one that also adds up the rows of each token, if all that reads it does that."""
+    for region in regions:
+        made = graph.types[region.end.results[0]].shape
+        view = _only_reader(graph, region.end, _VIEWS)
+        sums = view and _only_reader(graph, view, _SUMS)
+        if view and sums:
+            apart, dims = graph.types[view.results[0]].shape, sums.args[1]
+            is_of_tokens = len(apart) == len(made) + 1 and apart[2:] == made[1:] and apart[1] > 1
+            if is_of_tokens and dims in ((1,), (1 - len(apart),)) and not any(sums.args[2:]) and not sums.kwargs:
+                body = replace(region.body, summed=apart[1])
+                yield replace(region, ops=(*region.ops, view, sums), body=body, end=sums)
+        yield region
+
+
+def _only_reader(graph: Graph, op: Op, targets: Collection[str]) -> Op | None:
+    """What alone reads the op's result, if it is one of `targets`."""
+    places = graph.readers.get(op.results[0], ())
+    if len(places) != 1 or op.results[0] in graph.read_at_end:
+        return None
+    reader = graph.ops[places[0]]
+    return reader if reader.target in targets else None
 
 
 @dataclass

@@ -98,7 +98,7 @@ def run_experts(
     num_experts: int,
     body: str,
 ) -> Tensor:
-    """The op: sort, gather, run the body, put back.
+    """The op: sort, gather, run the body, put back, and add up the rows of each token.
 
     Rows whose expert is not below the number of matrices that are there come behind all others, and give zeros.
     """
@@ -123,7 +123,8 @@ def run_experts(
         values.update(zip(op.results, results, strict=True))
     result = values[parts.result] if mask is None else _where(mask, values[parts.result])
     back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
-    return result[back]
+    result = result[back]
+    return result if parts.summed == 1 else result.unflatten(0, (-1, parts.summed)).sum(1)
 
 
 def _where(mask: Tensor, x: Tensor) -> Tensor:

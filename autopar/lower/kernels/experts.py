@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
+from autopar.ops.experts import read_body
 
 __all__ = ["dispatched_experts", "masked_experts"]
 
@@ -27,7 +31,7 @@ def masked_experts(
     num_experts: int,
     body: str,
 ) -> Tensor:
-    """The rows of this device's experts, zeros for all others; the sum over `shards` is the result.
+    """The rows of this device's experts (or their sums), zeros for all others; the sum over `shards` is the result.
 
     Args:
         shards: of the experts; nothing is communicated.
@@ -56,30 +60,168 @@ def dispatched_experts(
     num_experts: int,
     body: str,
 ) -> Tensor:
-    """This device's rows, each sent to the device that has its expert, and its result sent back.
+    """This device's tokens, each sent to the devices that have experts of it, and their results sent back.
 
-    No row is dropped.  Between any two devices travel as many rows as the most that any device has for another: the
-    devices agree on that number first, and the host waits for it.  Arguments are those of `masked_experts`; `members`
-    are all experts.
+    On several axes a token goes to each place on the outermost axis where it has experts, and from there on.  So it
+    crosses the links between nodes once for each node, and its results there come back as one sum.  (That is how
+    DeepSeek-V3 dispatches: arXiv 2412.19437, section 3.2.2.)  Nothing is dropped.  On each axis as much travels
+    between any two devices as the most that any device has for another: the devices agree on that number first, and
+    the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
-    num_own = num_experts // shards.count
-    sorted_ids, order = torch.sort(ids, stable=True)
-    owners = sorted_ids // num_own
-    starts = torch.searchsorted(owners, torch.arange(shards.count + 1, device=ids.device))
-    most = shards.all_reduce(starts.diff().max().view(1), "max")
-    capacity = max(1, int(most))
-    slots = owners * capacity + torch.arange(len(ids), device=ids.device) - starts[owners]
+    summed = read_body(body).summed
+    num_tokens = len(ids) // summed
+    given = [x if len(x) == num_tokens else _by_token(x, num_tokens, summed) for x in reads]
+    shared = [len(x) == num_tokens for x in reads]
+    single = _of_single_rows(body)
 
-    def sent(x: Tensor, fill: int = 0) -> Tensor:
-        buffer = x.new_full((shards.count * capacity, *x.shape[1:]), fill)
-        return _exchange(shards, buffer.index_copy(0, slots, x[order // (len(ids) // len(x))]))
+    def compute(ids: Tensor, given: Sequence[Tensor]) -> Tensor:
+        token, place = (ids < len(experts[0])).nonzero(as_tuple=True)
+        if len(token):
+            rows = ids[token, place]
+        else:  # nothing is here: a row that no expert has
+            token, place = (torch.zeros(1, dtype=torch.int64, device=ids.device) for _ in range(2))
+            rows = torch.full_like(token, len(experts[0]))
+        pairs = token * summed + place
+        of_rows = [
+            _picked(x, token) if once else _picked(x.flatten(0, 1), pairs)
+            for x, once in zip(given, shared, strict=True)
+        ]
+        made = _ops.autopar_traced.experts(rows, of_rows, experts, others, members, num_experts, single)
+        return call_function(_Sums, made, torch.arange(len(rows), device=ids.device), token, len(ids))
 
-    there = sent(ids, fill=num_experts)
-    local = (there - shards.index * num_own).masked_fill(there == num_experts, num_own)
-    made = _ops.autopar_traced.experts(local, [sent(x) for x in reads], experts, others, members, num_experts, body)
-    back = _exchange(shards, made)
-    place_of = torch.empty_like(order).index_put((order,), slots)
-    return back[place_of]
+    return _spread(shards, ids.view(num_tokens, summed), given, len(experts[0]), compute)
+
+
+def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
+    """[tokens, summed, ...] of what every row has, or several rows share."""
+    return x.repeat_interleave(num_tokens * summed // len(x), 0).view(num_tokens, summed, *x.shape[1:])
+
+
+@lru_cache(maxsize=256)
+def _of_single_rows(body: str) -> str:
+    return replace(read_body(body), summed=1).text()
+
+
+_Compute = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+
+def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], held: int, compute: _Compute) -> Tensor:
+    """[tokens, ...]: the sums of what `compute` makes of the tokens on each of `shards` that has experts of them.
+
+    Args:
+        shards: of the experts, which have `held` each.
+        ids: [tokens, k], the experts of each token, from 0 for the first one of `shards`; those from the number of
+            their experts on are elsewhere.
+        reads: of [tokens, ...].
+        held: experts of one device.
+        compute: given `ids` and `reads` of the tokens that come to this device.
+    """
+    if not shards.axes:
+        return compute(ids, reads)
+    axis = shards.axes[0]
+    inner = Shards(shards.communicator, shards.axes[1:])
+    route = _Route.of(Shards(shards.communicator, (axis,)), ids, held * inner.count)
+    there = [route.send(x) for x in reads]
+    made = _spread(inner, route.send_ids(ids), there, held, compute)
+    return call_function(_Sums, _exchange(route.shards, made), route.slots, route.token, len(ids))
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Which tokens go to which place on an axis.
+
+    Args:
+        shards: the places.
+        held: experts of each.
+        capacity: tokens that each place gets from each other, fillers included.
+        to, token: [n], the place and the token of each of n copies.
+        slots: [n], where it is in the buffer ``[places * capacity, ...]`` of what is sent.
+    """
+
+    shards: Shards
+    held: int
+    capacity: int
+    to: Tensor
+    token: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, shards: Shards, ids: Tensor, held: int) -> _Route:
+        num_places = shards.count
+        owners = (ids // held).clamp(max=num_places)
+        goes = torch.zeros(len(ids), num_places + 1, dtype=torch.bool, device=ids.device).scatter(1, owners, True)
+        goes = goes[:, :num_places].t()
+        counts = goes.sum(1)
+        capacity = max(1, int(shards.all_reduce(counts.max().view(1), "max")))
+        to, token = goes.nonzero(as_tuple=True)
+        starts = counts.cumsum(0) - counts
+        slots = to * capacity + torch.arange(len(to), device=ids.device) - starts[to]
+        return cls(shards, held, capacity, to, token, slots)
+
+    def send_ids(self, ids: Tensor) -> Tensor:
+        """The experts of the tokens that come here, from 0 for the first one here, `held` for those elsewhere."""
+        own = ids[self.token] - (self.to * self.held).unsqueeze(1)
+        own = own.masked_fill((own < 0) | (own >= self.held), self.held)
+        buffer = ids.new_full((self.shards.count * self.capacity, ids.shape[1]), self.held)
+        return _moved(buffer.index_copy_(0, self.slots, own), self.shards)
+
+    def send(self, x: Tensor) -> Tensor:
+        """Of the tokens that come here, in the order of `send_ids`; fillers have the numbers of some token."""
+        source = self.token.new_zeros(self.shards.count * self.capacity).index_copy_(0, self.slots, self.token)
+        copies = call_function(_Copies, x, source, self.slots, self.token) if x.is_floating_point() else x[source]
+        return _exchange(self.shards, copies)
+
+
+def _picked(x: Tensor, source: Tensor) -> Tensor:
+    """``x[source]``."""
+    places = torch.arange(len(source), device=source.device)
+    return call_function(_Copies, x, source, places, source) if x.is_floating_point() else x[source]
+
+
+class _Copies(torch.autograd.Function):
+    """``x[source]``; the gradient of each token is the sum of those of its copies, which are at `slots`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, slots: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, token)
+        ctx.num_tokens = len(x)
+        return x[source]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        slots, token = ctx.saved_tensors
+        return _added(gradients[0], slots, token, ctx.num_tokens), None, None, None
+
+
+class _Sums(torch.autograd.Function):
+    """[tokens, ...]: for each token the sum of the rows of `made` that are at its `slots`, zero without any."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, slots: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+        source = token.new_zeros(len(made)).index_copy_(0, slots, token)
+        ctx.save_for_backward(source)
+        return _added(made, slots, token, num_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        # Fillers get some token's gradient, which nothing reads.
+        return gradients[0][ctx.saved_tensors[0]], None, None, None
+
+
+def _added(rows: Tensor, slots: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+    """[tokens, ...]: the sums of ``rows[slots]`` by `token`, in a fixed order, of 16-bit floats in float32."""
+    order = torch.argsort(token, stable=True)
+    counts = torch.zeros(num_tokens, dtype=torch.int64, device=token.device).index_add_(
+        0, token, torch.ones_like(token)
+    )
+    flat = functional.embedding_bag(slots[order], rows.reshape(len(rows), -1), counts.cumsum(0) - counts, mode="sum")
+    return flat.view(num_tokens, *rows.shape[1:])
 
 
 def _exchange(shards: Shards, x: Tensor) -> Tensor:
@@ -88,11 +230,9 @@ def _exchange(shards: Shards, x: Tensor) -> Tensor:
 
 
 def _moved(x: Tensor, shards: Shards) -> Tensor:
-    sizes = [axis.size for axis in shards.axes]
-    cut = x.reshape(*sizes, -1, *x.shape[1:])
-    for dim, axis in enumerate(shards.axes):
-        cut = shards.communicator.all_to_all(cut, axis, dim, dim)
-    return cut.reshape(x.shape)
+    (axis,) = shards.axes
+    cut = x.view(axis.size, -1, *x.shape[1:])
+    return shards.communicator.all_to_all(cut, axis, 0, 0).reshape(x.shape)
 
 
 class _Exchange(torch.autograd.Function):
