@@ -370,6 +370,7 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
                 dtype=kind.dtype,
                 count=1 if kind.shape[0] == call.num_tokens else rows // kind.shape[0],
                 reached=copies,
+                is_of_gradient=phase == "backward",
             )
             for index, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating

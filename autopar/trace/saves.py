@@ -84,7 +84,7 @@ def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -
         if key in places:
             result.add(places[key])
         else:
-            extra[key] = max(extra.get(key, 0), tensor.numel() * tensor.element_size())
+            extra[key] = tensor.untyped_storage().nbytes()  # a view keeps all of it: halves of a chunk the whole
     return tuple(sorted(result)), sum(extra.values())
 
 

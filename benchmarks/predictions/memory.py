@@ -233,6 +233,8 @@ CASES: tuple[Case, ...] = (
     Case("llama", 4, ("context=2", "sequence=2")),
     Case("llama", 4, ("context=4", "zero=3", "recompute=full")),
     Case("bert", 2, ("context=2",)),
+    Case("mixtral", 2, ("expert=2",)),  # with the routing that random weights give
+    Case("mixtral", 4, ("expert=4",)),
     Case("unet", 2, ("data=2", "zero=0")),
     Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
 )
