@@ -302,16 +302,17 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     read = call.num_rows * call.on_a_slice(in_products[False], in_products[True])
     weights = sum_bytes(tuple(matrices))
     moved = call.on_a_slice(call.body.moved_bytes, width.moved_bytes if width else 0.0)
-    others = call.growth * call.ids.shape[0] * (2 * (read_row + made_row) + moved) + _around(call, read_row, made_row)
+    others = call.growth * call.ids.shape[0] * (2 * (read_row + made_row) + moved)
+    around = _around(call, read_row, made_row)
     return Work(
         "matmul" if flops else "bytes",
         (call.experts or results)[0].dtype,
         flops=flops,
         backward_flops=2 * flops,
         read_bytes=weights + read,
-        write_bytes=others,
+        write_bytes=others + around,
         backward_read_bytes=2 * (weights + read),
-        backward_write_bytes=weights + 2 * others,
+        backward_write_bytes=weights + 2 * others + around,
         num_backward_kernels=2 * len(matrices) + len(call.body.ops),
         alignment=min((_alignment(kind.shape[1:]) for kind in matrices), default=64),
     )
@@ -320,14 +321,13 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
 def _around(call: _Call, read_row: float, made_row: float) -> float:
     """Bytes read and written to add up the rows of each token, and to fill and to empty what is sent.
 
-    Each copy of a token is written to a buffer, expanded to its rows where its experts are, and its sum there is read
-    from a buffer again.
+    Where tokens are sent, each copy is read and written once more, and so is its sum on the way back, whereas rows are
+    added up from where they are, instead of being put back in their order first.
     """
-    rows, tokens, copies = call.ids.shape[0], call.num_tokens, call.sent_copies
-    if not copies:
+    rows, tokens, sent = call.ids.shape[0], call.num_tokens, call.sent_copies * call.num_tokens
+    if not sent:
         return made_row * (rows + tokens) if call.body.summed > 1 else 0.0
-    sent, expanded = copies * tokens, call.growth * rows
-    return 2 * (sent + expanded) * read_row + (expanded + 2 * sent + tokens) * made_row
+    return 2 * sent * read_row + (2 * sent + tokens - call.growth * rows) * made_row
 
 
 def _alignment(sizes: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.ops.experts import ENDS, IDS, PRODUCT, read_body
 from autopar.trace.evaluation import run_op
 
-__all__ = ["accurate_products", "grouped_product", "run_experts"]
+__all__ = ["accurate_products", "grouped_product", "run_experts", "run_sorted_experts"]
 
 _library: Any = torch.library
 _aten: Any = torch.ops.aten
@@ -104,15 +104,39 @@ def run_experts(
     """
     parts, held = read_body(body), len(experts[0]) if experts else num_experts
     sorted_ids, order = torch.sort(ids, stable=True)
-    ends = torch.searchsorted(sorted_ids, torch.arange(held, device=ids.device), right=True, out_int32=True)
     # A token's rows share what it has.
-    values = {f"reads{place}": x[order // (len(ids) // len(x))] for place, x in enumerate(reads)}
+    rows = [x[order // (len(ids) // len(x))] for x in reads]
+    result = run_sorted_experts(sorted_ids, rows, experts, others, body, may_be_elsewhere=held < num_experts)
+    back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
+    result = result[back]
+    return result if parts.summed == 1 else result.view(-1, parts.summed, *result.shape[1:]).sum(1)
+
+
+def run_sorted_experts(
+    ids: Tensor,
+    rows: Sequence[Tensor],
+    experts: Sequence[Tensor],
+    others: Sequence[Tensor],
+    body: str,
+    *,
+    may_be_elsewhere: bool,
+) -> Tensor:
+    """The body on rows that are sorted by expert: results in that order.
+
+    Rows whose expert is not below the number of matrices that are there give zeros, if `may_be_elsewhere`; else there
+    must be none.
+    """
+    parts = read_body(body)
+    held = len(experts[0]) if experts else int(may_be_elsewhere)
+    ends = torch.searchsorted(ids, torch.arange(held, device=ids.device), right=True, out_int32=True)
+    values = {f"reads{place}": x for place, x in enumerate(rows)}
     mask = None
-    if held < num_experts:
-        sorted_ids, mask = sorted_ids.clamp(max=held - 1), torch.arange(len(ids), device=ids.device) < ends[-1]
+    if may_be_elsewhere:
+        mask = torch.arange(len(ids), device=ids.device) < ends[-1]
+        ids = ids.clamp(max=held - 1)
         values = {name: _where(mask, x) for name, x in values.items()}
     values |= {f"experts{place}": x for place, x in enumerate(experts)}
-    values |= {f"others{place}": x for place, x in enumerate(others)} | {IDS: sorted_ids, ENDS: ends}
+    values |= {f"others{place}": x for place, x in enumerate(others)} | {IDS: ids, ENDS: ends}
     for op in parts.ops:
         if op.target == PRODUCT:
             left, right, at = (values[name] for name in op.operands)
@@ -121,10 +145,7 @@ def run_experts(
         else:
             results = run_op(op, values)
         values.update(zip(op.results, results, strict=True))
-    result = values[parts.result] if mask is None else _where(mask, values[parts.result])
-    back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
-    result = result[back]
-    return result if parts.summed == 1 else result.unflatten(0, (-1, parts.summed)).sum(1)
+    return values[parts.result] if mask is None else _where(mask, values[parts.result])
 
 
 def _where(mask: Tensor, x: Tensor) -> Tensor:
@@ -137,6 +158,11 @@ _NAMESPACE.define(
     "-> Tensor"
 )
 _NAMESPACE.impl("experts", run_experts, "CompositeImplicitAutograd")
+_NAMESPACE.define(
+    "sorted_experts(Tensor ids, Tensor[] rows, Tensor[] experts, Tensor[] others, str body, *, bool may_be_elsewhere) "
+    "-> Tensor"
+)
+_NAMESPACE.impl("sorted_experts", run_sorted_experts, "CompositeImplicitAutograd")
 _NAMESPACE.define("grouped_product(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _NAMESPACE.impl("grouped_product", grouped_product, "CompositeImplicitAutograd")
 

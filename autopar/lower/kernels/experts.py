@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,38 +67,32 @@ def dispatched_experts(
     between any two devices as the most that any device has for another: the devices agree on that number first, and
     the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
-    summed = read_body(body).summed
+    summed, held = read_body(body).summed, len(experts[0])
     num_tokens = len(ids) // summed
-    given = [x if len(x) == num_tokens else _by_token(x, num_tokens, summed) for x in reads]
     shared = [len(x) == num_tokens for x in reads]
-    single = _of_single_rows(body)
+    given = [x if once else _by_token(x, num_tokens, summed) for x, once in zip(reads, shared, strict=True)]
 
     def compute(ids: Tensor, given: Sequence[Tensor]) -> Tensor:
-        token, place = (ids < len(experts[0])).nonzero(as_tuple=True)
-        if len(token):
-            rows = ids[token, place]
-        else:  # nothing is here: a row that no expert has
-            token, place = (torch.zeros(1, dtype=torch.int64, device=ids.device) for _ in range(2))
-            rows = torch.full_like(token, len(experts[0]))
-        pairs = token * summed + place
+        token, place = (ids < held).nonzero(as_tuple=True)
+        rows, order = torch.sort(ids[token, place], stable=True)
+        token, place = token[order], place[order]
+        is_empty = not len(rows)
+        if is_empty:  # kernels need a row: one whose expert is elsewhere
+            token = place = token.new_zeros(1)
+            rows = token + held
         of_rows = [
-            _picked(x, token) if once else _picked(x.flatten(0, 1), pairs)
+            _picked(x, token) if once else _picked(x.flatten(0, 1), token * summed + place)
             for x, once in zip(given, shared, strict=True)
         ]
-        made = _ops.autopar_traced.experts(rows, of_rows, experts, others, members, num_experts, single)
+        made = _ops.autopar_traced.sorted_experts(rows, of_rows, experts, others, body, may_be_elsewhere=is_empty)
         return call_function(_Sums, made, torch.arange(len(rows), device=ids.device), token, len(ids))
 
-    return _spread(shards, ids.view(num_tokens, summed), given, len(experts[0]), compute)
+    return _spread(shards, ids.view(num_tokens, summed), given, held, compute)
 
 
 def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
     """[tokens, summed, ...] of what every row has, or several rows share."""
     return x.repeat_interleave(num_tokens * summed // len(x), 0).view(num_tokens, summed, *x.shape[1:])
-
-
-@lru_cache(maxsize=256)
-def _of_single_rows(body: str) -> str:
-    return replace(read_body(body), summed=1).text()
 
 
 _Compute = Callable[[Tensor, Sequence[Tensor]], Tensor]

@@ -39,7 +39,8 @@ class ExpertRows(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what comes to a call of the op."""
         layer = self._stopwatch.forward_layer
-        if layer >= 0 and func in (_OPS.autopar_traced.experts, _OPS.autopar_traced.experts.default):
+        ops = (_OPS.autopar_traced.experts, _OPS.autopar_traced.sorted_experts)
+        if layer >= 0 and func in (*ops, *(op.default for op in ops)):
             self._count(layer, args[0].detach(), len(args[2][0]))
         return func(*args, **dict(kwargs or {}))
 
