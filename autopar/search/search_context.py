@@ -105,12 +105,24 @@ class SearchContext:
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
         shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+        shapes = tuple(dict.fromkeys((*shapes, *self._with_nodes_apart())))
         if self.inner_sizes:
             return tuple(shape for shape in shapes if len(shape) == 1 or math.prod(shape[1:]) in self.inner_sizes)
         if len(shapes) <= _ENOUGH_MESHES:
             return shapes
         widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
         return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
+
+    def _with_nodes_apart(self) -> Iterator[tuple[int, ...]]:
+        """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own.
+
+        Only then does a token travel once to each node (`autopar.lower.kernels.experts`), not to each device.
+        """
+        per_node = self.prices.devices_per_node
+        demanded = {dict(demands.degrees).get("expert", 1) for demands in self.demands}
+        for shape in mesh_shapes(self.num_devices, per_node, 3):
+            if len(shape) == 3 and shape[2] == per_node and shape[1] * shape[2] in demanded:
+                yield shape
 
     @cached_property
     def shared_mesh(self) -> tuple[int, ...]:

@@ -26,7 +26,13 @@ def check_experts(constraints: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("world_size", "constraints"),
-    [(2, ("expert=2",)), (2, ("tensor=2",)), (4, ("expert=4",)), (4, ("tensor=2", "expert=2", "zero=3"))],
+    [
+        (2, ("expert=2",)),
+        (2, ("tensor=2",)),
+        (4, ("expert=4",)),
+        (4, ("mesh=2x2", "expert=4")),
+        (4, ("tensor=2", "expert=2", "zero=3")),
+    ],
 )
 def test_experts_over_gloo(world_size: int, constraints: tuple[str, ...]) -> None:
     first, *others = run_ranks(check_experts, world_size, constraints)

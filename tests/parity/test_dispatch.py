@@ -23,15 +23,15 @@ pytest.importorskip("transformers.integrations.moe")
 from tests.parity.test_experts import NUM_EXPERTS, Routed, routed, subject
 
 
-def on_nodes(program: Program, num_nodes: int, per_node: int) -> Plan:
-    """The plan that the search finds where all devices share the experts, on nodes with slow links between them."""
+def on_nodes(program: Program, num_nodes: int, per_node: int, degree: int = 0) -> Plan:
+    """The plan that the search finds where so many devices share the experts (0: all), on nodes with slow links."""
     cluster = Cluster.of("h100", nodes=num_nodes, devices_per_node=per_node)
     free = {"latency_s": 0.0, "step_s": 0.0, "ramp_s": 0.0}
     slow = {"ring_step_s": 0.0, "gather_bytes_per_s": 1e9, "all_reduce_bytes_per_s": 1e9,
             "exchange_bytes_per_s": 2e9}  # fmt: skip
     within, between = replace(cluster.within, **free), replace(cluster.between, **free, **slow)
     cluster = replace(cluster, device=replace(cluster.device, launch_s=0.0), within=within, between=between)
-    request = SearchRequest(constraints=(f"expert={num_nodes * per_node}",), max_microbatches=1)
+    request = SearchRequest(constraints=(f"expert={degree or num_nodes * per_node}",), max_microbatches=1)
     return search(program, num_nodes * per_node, ClusterPrices(cluster), request)
 
 
@@ -55,6 +55,14 @@ def test_any_routing_on_nodes(name: str, nodes: int, per_node: int):
     who = routed(name)
     plan = on_nodes(who.traced.program, nodes, per_node)
     assert axes_of_dispatch(who.traced.program, plan) == {(nodes, per_node)}
+    assert_parity(who, plan, priced=False)
+
+
+def test_experts_of_two_nodes_each():
+    who = routed("skewed")
+    plan = on_nodes(who.traced.program, 4, 2, degree=4)
+    assert {strategy.mesh for strategy in plan.strategies} == {(2, 2, 2)}
+    assert axes_of_dispatch(who.traced.program, plan) == {(2, 2)}
     assert_parity(who, plan, priced=False)
 
 
