@@ -2,7 +2,7 @@
 
 ``convolution(pad(x))`` becomes a convolution with that padding, if it is of zeros and equal on both sides, and
 ``autopar.padded_convolution`` otherwise (`autopar.ops.padded_convolutions`).  A cast between the two moves before the
-padding.
+padding.  Paddings in a row are one padding before that, where one adds what both do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ class _Padding:
 
 
 def join_padding(graph: Graph) -> Graph:
-    """Every convolution that alone reads a padding of spatial dims becomes one op with it."""
+    """Every convolution that alone reads a padding of spatial dims becomes one op with it.
+
+    That may read another padding, of another mode: it joins that, too.
+    """
+    made = _join_convolutions(_join_rows_of_pads(graph))
+    while made is not graph:
+        graph, made = made, _join_convolutions(made)
+    return made
+
+
+def _join_convolutions(graph: Graph) -> Graph:
     readers, names = graph.count_readers(), Names(graph)
     types: dict[str, TensorType] = {}
 
@@ -67,7 +77,52 @@ def join_padding(graph: Graph) -> Graph:
         joined = _joined(op, source, padding, count)
         return joined and [*before, joined]
 
-    return drop_dead_ops(graph.rewrite(step).with_types(types))
+    made = graph.rewrite(step)
+    return graph if made is graph else drop_dead_ops(made.with_types(types))
+
+
+def _join_rows_of_pads(graph: Graph) -> Graph:
+    """Two paddings, of which the second alone reads the first, become one where that adds the same; so do more."""
+    readers, joined = graph.count_readers(), dict[str, Op]()
+
+    def step(op: Op) -> list[Op] | None:
+        source = op.args[0] if packet_name(op.target) in _PADS and len(op.args) > 1 else None
+        if not isinstance(source, Ref):
+            return None
+        first = joined.get(source.name) or graph.producers.get(source.name)
+        rank = len(graph.types[source.name].shape)
+        both = first and packet_name(first.target) in _PADS and (_padding_of(first, rank), _padding_of(op, rank))
+        if first is None or not both or None in both or readers[source.name] != 1:
+            return None
+        widths = _sum_of(*both)
+        if widths is None:
+            return None
+        made = replace(op, args=(first.args[0], _as_long(widths, op, first), *op.args[2:]))
+        joined[op.results[0]] = made
+        return [made]
+
+    made = graph.rewrite(step)
+    return graph if made is graph else drop_dead_ops(made)
+
+
+def _sum_of(first: _Padding | None, second: _Padding | None) -> tuple[int, ...] | None:
+    """The widths of a padding that adds what two do, one after the other; None if none does."""
+    if first is None or second is None or (first.mode, first.value) != (second.mode, second.value):
+        return None
+    pairs = list(zip(first.widths, second.widths, strict=True))
+    # What reflects, or comes from the other end, is of the padded tensor where one dim is padded twice.
+    twice = any(any(a) and any(b) for a, b in zip(_pairs(first.widths), _pairs(second.widths), strict=True))
+    return None if twice and first.mode not in ("constant", "replicate") else tuple(a + b for a, b in pairs)
+
+
+def _pairs(widths: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(widths[::2], widths[1::2], strict=True))
+
+
+def _as_long(widths: tuple[int, ...], *pads: Op) -> tuple[int, ...]:
+    """The widths of as many dims as the longer one of `pads` has: all others are zeros."""
+    lists = (argument(pad, 1, "pad") for pad in pads)
+    return widths[: max(len(each) for each in lists if isinstance(each, tuple))]
 
 
 def _padding_of(pad: Op, count: int) -> _Padding | None:

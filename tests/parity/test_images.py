@@ -65,7 +65,10 @@ class Video(nn.Module):
 
 
 class CausalVAE(nn.Module):
-    """A small autoencoder of videos: convolutions that are causal in time, and that pad one side before a stride."""
+    """A small autoencoder of videos: convolutions that are causal in time, and that pad one side before a stride.
+
+    Some are padded twice, by the same mode or by two.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +80,14 @@ class CausalVAE(nn.Module):
         self.last = nn.Conv3d(4, 2, 3)
 
     def forward(self, video: Tensor) -> Tensor:
-        hidden = functional.silu(self.norm(self.first(functional.pad(video, (1, 1, 1, 1, 2, 0)))))
+        hidden = functional.silu(
+            self.norm(self.first(functional.pad(functional.pad(video, (0, 0, 0, 0, 2, 0)), (1, 1, 1, 1))))
+        )
         hidden = self.down(functional.pad(hidden, (0, 1, 0, 1)))
         hidden = self.slower(functional.pad(hidden, (0, 0, 0, 0, 1, 0), mode="replicate"))
         hidden = self.up(functional.silu(self.middle(hidden)))
-        hidden = self.last(functional.pad(hidden, (1, 1, 1, 1, 2, 0), mode="replicate"))
+        hidden = functional.pad(functional.pad(hidden, (0, 0, 0, 0, 2, 0), mode="replicate"), (1, 1, 1, 1))
+        hidden = self.last(hidden)
         return functional.mse_loss(hidden, video)
 
 
