@@ -179,6 +179,11 @@ class Option:
     travelling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
 
+    def with_gradients_of(self, needs: tuple[bool, ...]) -> Option:
+        """The option without collectives of gradients that operands don't have; `needs` says which have one."""
+        kept = tuple(each for each in self.collectives if not each.is_of_gradient or needs[each.operand])
+        return self if len(kept) == len(self.collectives) else replace(self, collectives=kept)
+
 
 @dataclass(frozen=True)
 class Op:

@@ -188,9 +188,11 @@ def with_imbalance(program: Program, expected: Imbalance) -> Program:
         kept_bytes = op.saved_extra_bytes / max(1, operands[0].shape[0])
         text = replace(body, busiest=ratios[op.args[5]], kept_bytes=kept_bytes).text()
         made = replace(op, args=(*op.args[:6], text))
-        key = (text, operands, results)
+        needs = tuple(program.values[name].requires_grad for name in op.operands)
+        key = (text, operands, results, needs)
         if key not in known:
-            known[key] = with_rule(made, operands, results).options
+            options = with_rule(made, operands, results).options
+            known[key] = tuple(option.with_gradients_of(needs) for option in options)
         return replace(made, options=known[key])
 
     return replace(program, layers=tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers))

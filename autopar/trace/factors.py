@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ops import RuleMatch, family_of, options_for
 from autopar.ops.derivation import whole_options
-from autopar.program import Op, Option, TensorType
+from autopar.program import Op, TensorType
 from autopar.trace.custom_functions import NAMESPACE
 from autopar.trace.discover import discover_options, has_linear_backward
 from autopar.trace.gradients import differentiable
@@ -35,7 +35,7 @@ def attach_factors(graph: Graph) -> Graph:
         match, source = matches[call]
         saves, extra = meter.saved(op, operands, results, needs)
         plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
-        options = tuple(_of_needed(option, needs) for option in match.options)
+        options = tuple(option.with_gradients_of(needs) for option in match.options)
         return {
             "options": options, "rule_source": source, "size_args": match.size_args, "is_view": match.is_view,
             "is_random": family_of(op.target).draws(op), "saves": saves, "saved_extra_bytes": extra,
@@ -58,12 +58,6 @@ def attach_factors(graph: Graph) -> Graph:
     made = graph.rewrite(step)
     notes = tuple(note for target, (where, source) in unruled.items() for note in _notes(target, where, source))
     return replace(made, notes=made.notes + notes)
-
-
-def _of_needed(option: Option, needs: tuple[bool, ...]) -> Option:
-    """The option without collectives of gradients that operands don't have."""
-    kept = tuple(each for each in option.collectives if not each.is_of_gradient or needs[each.operand])
-    return option if len(kept) == len(option.collectives) else replace(option, collectives=kept)
 
 
 def _notes(target: str, where: str, source: str) -> Iterator[str]:

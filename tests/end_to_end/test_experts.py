@@ -6,10 +6,13 @@ import copy
 
 import pytest
 
+from autopar.api import trace_model
+from autopar.placement import Axis
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end import pipelines
 from tests.end_to_end.harness import assert_same_step, parallelize
 from tests.models import make_mixtral
+from tests.parity.test_dispatch import on_nodes
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -39,6 +42,19 @@ def test_experts_over_gloo(world_size: int, constraints: tuple[str, ...]) -> Non
     assert all(rows == first for rows in others)
     assert first
     assert all(sum(rows) > 0 for rows in first.values())
+
+
+def check_nodes() -> int:
+    model, inputs = make_mixtral(layers=1, products="grouped_mm")
+    plan = on_nodes(trace_model(model, inputs).program, 2, 2)
+    parallel = parallelize(model, inputs, plan=plan)
+    with parallel.recording() as collectives:
+        assert_same_step(parallel, copy.deepcopy(model), inputs)
+    return sum(each.kind == "all_to_all" and each.axis == Axis(2, 2) for each in collectives)
+
+
+def test_tokens_are_sent_to_nodes_over_gloo() -> None:
+    assert all(run_ranks(check_nodes, 4))
 
 
 def check_balance_loss(constraints: tuple[str, ...]) -> bool:
