@@ -193,7 +193,7 @@ def _known_candidates(
 ) -> tuple[LayerCandidate, ...]:
     """Those of `layer_candidates`, made once for all that they depend on."""
     layer, known = context.program.layers[first], context.request.known
-    same = layer, context.prices
+    same, meshes = (layer, context.prices), context.meshes_of(layer)
     facts = (
         context.boundary_facts(first), settings.training, settings.num_microbatches, settings.in_flight,
         settings.time[layer.kind], settings.memory_price_s_per_byte,
@@ -203,9 +203,9 @@ def _known_candidates(
 
     def make() -> tuple[LayerCandidate, ...]:
         work = known.get(same, ("work", facts), lambda: LayerWork(settings, layer))
-        return layer_candidates(work, context.meshes, demands)
+        return layer_candidates(work, meshes, demands)
 
-    return known.get(same, ("candidates", facts, demands, context.meshes), make)
+    return known.get(same, ("candidates", facts, demands, meshes), make)
 
 
 def _settle_demands(context: SearchContext, settings: StepSettings, first: int) -> tuple[LayerCandidate, ...]:

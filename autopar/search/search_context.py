@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, Placement, refine_layout, refine_mesh, shard
-from autopar.program import Program
+from autopar.program import Layer, Program
 from autopar.search.constraints import Constraints, LayerDemands
+from autopar.search.degree_roles import stack_sizes
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
 from autopar.search.request import SearchRequest
 from autopar.step.local_layer import SharedStorage, place_whole
@@ -98,6 +99,16 @@ class SearchContext:
     @cached_property
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """The meshes that layers may use."""
+        return (*self._usual_meshes, *self._meshes_of_experts)
+
+    def meshes_of(self, layer: Layer) -> tuple[tuple[int, ...], ...]:
+        """Those that `layer` may use."""
+        if self._meshes_of_experts and not stack_sizes(self.program, layer):
+            return self._usual_meshes
+        return self.meshes
+
+    @cached_property
+    def _usual_meshes(self) -> tuple[tuple[int, ...], ...]:
         mesh = self.constraints.get("mesh")
         if isinstance(mesh, tuple):
             return (tuple(int(size) for size in mesh),)
@@ -105,7 +116,6 @@ class SearchContext:
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
         shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
-        shapes = tuple(dict.fromkeys((*shapes, *self._with_nodes_apart())))
         if self.inner_sizes:
             return tuple(shape for shape in shapes if len(shape) == 1 or math.prod(shape[1:]) in self.inner_sizes)
         if len(shapes) <= _ENOUGH_MESHES:
@@ -113,16 +123,22 @@ class SearchContext:
         widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
         return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
 
-    def _with_nodes_apart(self) -> Iterator[tuple[int, ...]]:
+    @cached_property
+    def _meshes_of_experts(self) -> tuple[tuple[int, ...], ...]:
         """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own.
 
         Only then does a token travel once to each node (`autopar.lower.kernels.experts`), not to each device.
         """
         per_node = self.prices.devices_per_node
         demanded = {dict(demands.degrees).get("expert", 1) for demands in self.demands}
-        for shape in mesh_shapes(self.num_devices, per_node, 3):
-            if len(shape) == 3 and shape[2] == per_node and shape[1] * shape[2] in demanded:
-                yield shape
+        is_given = self.constraints.get("mesh") is not None
+        shapes = () if is_given else mesh_shapes(self.num_devices, per_node, 3)
+        return tuple(
+            shape
+            for shape in shapes
+            if len(shape) == 3 and shape[2] == per_node and shape[1] * per_node in demanded
+            and shape not in self._usual_meshes
+        )  # fmt: skip
 
     @cached_property
     def shared_mesh(self) -> tuple[int, ...]:
