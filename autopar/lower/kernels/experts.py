@@ -62,8 +62,8 @@ def dispatched_experts(
     """This device's tokens, each sent to the devices that have experts of it, and their results sent back.
 
     On several axes a token goes to each place on the outermost axis where it has experts, and from there on.  So it
-    crosses the links between nodes once for each node, and its results there come back as one sum.  (That is how
-    DeepSeek-V3 dispatches: arXiv 2412.19437, section 3.2.2.)  Nothing is dropped.  On each axis as much travels
+    crosses the links between nodes once for each node, and its results there come back as one sum, as
+    in arXiv 2412.19437, section 3.2.2.  Nothing is dropped.  On each axis as much travels
     between any two devices as the most that any device has for another: the devices agree on that number first, and
     the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
