@@ -93,7 +93,9 @@ def small_values(config: Any, rules: tuple[tuple[str, float], ...], depth: int =
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig) and depth < 2:
             values[name] = small_values(value, rules, depth + 1)
-        elif name == "conv_dim":  # the widths of the convolutions over a wave
+        elif isinstance(value, dict) and "mrope_section" in value:  # halves of a head, for time, height and width
+            values[name] = {**value, "mrope_section": [2, 1, 1]}
+        elif (name == "image_size" and isinstance(value, (list, tuple))) or name == "conv_dim":
             values[name] = [32] * len(value)
         elif name == "vocab_size" or (isinstance(value, (int, float)) and not isinstance(value, bool)):
             small = next((small for pattern, small in rules if re.search(pattern, name)), None)
@@ -214,8 +216,8 @@ def image_text_inputs(model: Any, tokens: Tensor, images: dict[str, Any]) -> dic
         marks = torch.full((BATCH, count if place is not None else 0), place or 0)
         ids = torch.cat([marks, tokens], 1)
         inputs = {"input_ids": ids, "labels": ids.masked_fill(ids == place, -100), **images}
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            inputs |= {"mm_token_type_ids": (ids == place).long()}
+        for name in {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys():
+            inputs |= {name: (ids == place).long()}
         try:
             with torch.no_grad():
                 model(**inputs)
