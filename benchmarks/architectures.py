@@ -13,6 +13,8 @@ Models that draw random numbers in training are not compared, as ranks draw othe
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 import json
 import os
 import platform
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.models.auto import modeling_auto
 
 from autopar.errors import AutoparError
@@ -51,31 +54,36 @@ LARGEST = 60e6  # parameters: what is larger is no small model, and takes minute
 TASKS = {
     "causal": "CAUSAL_LM", "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM", "masked": "MASKED_LM", "text": "SEQUENCE_CLASSIFICATION",
     "image": "IMAGE_CLASSIFICATION", "segmentation": "SEMANTIC_SEGMENTATION", "ctc": "CTC",
-    "audio": "AUDIO_CLASSIFICATION",
+    "audio": "AUDIO_CLASSIFICATION", "question": "QUESTION_ANSWERING", "token": "TOKEN_CLASSIFICATION",
+    "choice": "MULTIPLE_CHOICE", "image_text": "IMAGE_TEXT_TO_TEXT", "detection": "OBJECT_DETECTION",
+    "depth": "DEPTH_ESTIMATION", "video": "VIDEO_CLASSIFICATION", "masked_image": "MASKED_IMAGE_MODELING",
+    "pairs": "ZERO_SHOT_IMAGE_CLASSIFICATION", "speech": "SPEECH_SEQ_2_SEQ", "xvector": "AUDIO_XVECTOR",
 }  # fmt: skip
 WIDTHS = (
     (r"(num_key_value_heads|n_kv_heads?|num_kv_heads|multi_query_group_num)$", 2),
     (r"(attention_heads|num_heads|n_heads?|_heads)$", 4),
     (r"^(hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|hidden_dim|word_embed_proj_dim|emb_dim|d_embed)$", 32),
+    (r"^(out_hidden_size|projection_dim|vision_output_dim)$", 32),
     (r"(intermediate_size|d_ff|ffn_dim|n_inner|d_inner|ffn_hidden_size|intermediate_size_mlp)$", 64),
     (r"(head_dim|d_kv|kv_channels)$", 8),
     (r"^(kv_lora_rank|q_lora_rank)$", 16),
     (r"^rotary_dim$", 4),
 )
 OTHERS = (
-    (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|n_(en|de)coder_layers)$", 2),
+    (r"^(num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_layers|n_(en|de)coder_layers)$", 2),
     (r"vocab_size$", VOCABULARY),
     (r"^(num_local_experts|num_experts|n_routed_experts|moe_num_experts)$", 4),
     (r"^(num_experts_per_tok|moe_k|num_experts_per_token|moe_topk|top_k_experts)$", 2),
     (r"^(n_group|topk_group|first_k_dense_replace)$", 1),
     (r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length)$", 64),
     (r"(dropout|pdrop|drop_prob|drop_rate|drop_path_rate|layerdrop|dropout_rate|dropout_prob|dropout_p)$", 0.0),
+    (r"_token_(id|index)$", 2),  # of images, of which there are as many as features
     (r"^mask_(time|feature)_prob$", 0.0),  # which frames are masked is drawn by NumPy
     (r"(pad|bos|eos|sep|cls|mask|decoder_start)_token_id$", 1),
     (r"^(sliding_window|attention_window_size|attention_chunk_size)$", 8),
 )
-IMAGE = ((r"^image_size$", 32), (r"^patch_size$", 8))
-BUILDS = (WIDTHS + OTHERS + IMAGE, (*WIDTHS[:4], *OTHERS, *IMAGE), OTHERS + IMAGE, (*OTHERS, (r"^image_size$", 96)))
+IMAGE = ((r"^image_size$", 32), (r"^patch_size$", 8), (r"^mm_tokens_per_image$", 4), (r"^num_image_tokens$", 16))
+BUILDS = (WIDTHS + OTHERS + IMAGE, (*WIDTHS[:5], *OTHERS, *IMAGE), OTHERS + IMAGE, (*OTHERS, (r"^image_size$", 96)))
 """What is made small: everything; all but the size of heads; no widths; convolutions need larger images."""
 
 
@@ -85,7 +93,9 @@ def small_values(config: Any, rules: tuple[tuple[str, float], ...], depth: int =
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig) and depth < 2:
             values[name] = small_values(value, rules, depth + 1)
-        elif name == "conv_dim":  # the widths of the convolutions over a wave
+        elif isinstance(value, dict) and "mrope_section" in value:  # halves of a head, for time, height and width
+            values[name] = {**value, "mrope_section": [2, 1, 1]}
+        elif (name == "image_size" and isinstance(value, (list, tuple))) or name == "conv_dim":
             values[name] = [32] * len(value)
         elif name == "vocab_size" or (isinstance(value, (int, float)) and not isinstance(value, bool)):
             small = next((small for pattern, small in rules if re.search(pattern, name)), None)
@@ -95,57 +105,127 @@ def small_values(config: Any, rules: tuple[tuple[str, float], ...], depth: int =
         distinct = list(dict.fromkeys(kinds))
         count = values["num_hidden_layers"] = max(2, len(distinct))
         values["layer_types"] = (distinct * count)[:count]
+    if hasattr(config, "kv_lora_rank") and "num_key_value_heads" in values:  # latent attention has as many as queries
+        values["num_key_value_heads"] = values.get("num_attention_heads", config.num_attention_heads)
     return values
 
 
-def make_model(task: str, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The first build that runs on one device; the error of the last one if none does."""
+def make_model(task: str, kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The first build that runs on one device; the errors of all if none does."""
+    errors: dict[str, Exception] = {}
     name = getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")[kind]
     config_class = transformers.CONFIG_MAPPING[kind]
-    for number, rules in enumerate(BUILDS):
+    for rules in BUILDS:
         try:
             config = config_class(**small_values(config_class(), rules))
             if task == "causal" and not hasattr(config, "vocab_size"):
                 config = config.get_text_config()
             config.use_cache = False
+            model_class = getattr(transformers, name if isinstance(name, str) else name[0])
+            with torch.device("meta"):  # some take a minute to be made whole
+                if sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters()) > LARGEST:
+                    raise ValueError("too large")
             torch.manual_seed(0)
-            model = getattr(transformers, name if isinstance(name, str) else name[0])(config).train()
-            if sum(each.numel() for each in model.parameters()) > LARGEST:
-                raise ValueError("too large")
+            model = model_class(config).train()
             inputs = make_inputs(task, model)
-            model(**inputs).loss.backward()
-        except Exception:
-            if number == len(BUILDS) - 1:
-                raise
+            loss = model(**inputs).loss
+            if not loss.isfinite():
+                raise ValueError(f"the loss is {loss.item()}")
+            loss.backward()
+        except Exception as error:  # noqa: BLE001  (anything: the next build may do)
+            errors |= {f"{type(error).__name__}: {str(error)[:150]}": error}
         else:
             model.zero_grad(set_to_none=True)
-            doubles = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-            return model.double(), doubles
-    raise AssertionError
+            return model.double(), tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+    raise ExceptionGroup("; ".join(errors), list(errors.values()))
 
 
-def make_inputs(task: str, model: Any) -> dict[str, Tensor]:
+def make_inputs(task: str, model: Any) -> dict[str, Any]:
     """A batch for this task, in float32."""
     generator = torch.Generator().manual_seed(1)
-    config = model.config
 
     def ids(*shape: int, most: int = VOCABULARY) -> Tensor:
         return torch.randint(3 if most > 3 else 0, most, shape, generator=generator)
 
-    if task in ("image", "segmentation"):
-        sizes = getattr(config, "image_size", None) or 64
-        size = sizes if isinstance(sizes, int) else sizes[0]
-        images = torch.randn(BATCH, getattr(config, "num_channels", 3), size, size, generator=generator)
-        shape = (BATCH, size, size) if task == "segmentation" else (BATCH,)
-        return {"pixel_values": images, "labels": ids(*shape, most=2)}
-    if task in ("ctc", "audio"):
+    if task in IMAGE_LABELS:
+        images = image_inputs(model.config, generator, frames=task == "video")
+        size = images["pixel_values"].shape[-1]
+        return images | IMAGE_LABELS[task](ids, size, model.config)
+    if task in ("ctc", "audio", "xvector", "speech"):
         is_wave = model.main_input_name == "input_values"
-        shape = (BATCH, 4000) if is_wave else (BATCH, 64, num_audio_features(config))
-        labels = ids(BATCH, 4, most=30) if task == "ctc" else ids(BATCH, most=2)
+        shape = (BATCH, 4000) if is_wave else (BATCH, 64, num_audio_features(model.config))
+        if task == "speech" and not is_wave and "whisper" in model.config.model_type:
+            shape = (BATCH, shape[-1], 2 * model.config.max_source_positions)
+        labels = ids(BATCH, 4, most=30) if task in ("ctc", "speech") else ids(BATCH, most=2)
         return {model.main_input_name: torch.randn(shape, generator=generator), "labels": labels}
-    tokens = ids(BATCH, LENGTH)
-    labels = {"text": ids(BATCH, most=2), "seq2seq": ids(BATCH, LENGTH // 2)}
-    return {"input_ids": tokens, "labels": labels.get(task, tokens)}
+    if task == "image_text":
+        return image_text_inputs(model, ids(BATCH, LENGTH), image_inputs(model.config, generator))
+    tokens = ids(BATCH, 2, LENGTH) if task == "choice" else ids(BATCH, LENGTH)
+    if task == "pairs":
+        return {"input_ids": tokens, "return_loss": True, **image_inputs(model.config, generator)}
+    if task == "question":
+        return {"input_ids": tokens, "start_positions": ids(BATCH, most=8), "end_positions": ids(BATCH, most=8)}
+    labels = {"text": (BATCH,), "choice": (BATCH,), "token": (BATCH, LENGTH)}
+    if task in labels:
+        return {"input_ids": tokens, "labels": ids(*labels[task], most=2)}
+    return {"input_ids": tokens, "labels": ids(BATCH, LENGTH // 2) if task == "seq2seq" else tokens}
+
+
+IMAGE_LABELS: dict[str, Callable[..., dict[str, Any]]] = {
+    "image": lambda ids, size, _: {"labels": ids(BATCH, most=2)},
+    "video": lambda ids, size, _: {"labels": ids(BATCH, most=2)},
+    "segmentation": lambda ids, size, _: {"labels": ids(BATCH, size, size, most=2)},
+    "depth": lambda ids, size, _: {"labels": ids(BATCH, size, size, most=9).float()},
+    "masked_image": lambda ids, size, config: {
+        "bool_masked_pos": ids(BATCH, (size // config.patch_size) ** 2, most=2).bool()
+    },
+    "detection": lambda ids, size, _: {
+        "labels": [{"class_labels": ids(2, most=2), "boxes": ids(2, 4, most=9) / 20 + 0.1} for _ in range(BATCH)]
+    },
+}
+"""What a model of images is trained to say, by task."""
+
+
+def image_inputs(config: Any, generator: torch.Generator, *, frames: bool = False) -> dict[str, Any]:
+    """Images, or clips, of the size that the configuration says."""
+    config = getattr(config, "vision_config", None) or config
+    sizes = getattr(config, "image_size", None) or 64
+    size = sizes if isinstance(sizes, int) else sizes[0]
+    channels = getattr(config, "num_channels", None) or 3
+    shape = (BATCH, getattr(config, "num_frames", None) or 8) if frames else (BATCH,)
+    return {"pixel_values": torch.randn(*shape, channels, size, size, generator=generator)}
+
+
+def image_text_inputs(model: Any, tokens: Tensor, images: dict[str, Any]) -> dict[str, Any]:
+    """Texts that begin with an image each, with as many image tokens as the model wants."""
+    config = model.config
+    place = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    with_sizes = "image_grid_thw" in inspect.signature(model.forward).parameters
+    if with_sizes:  # patches of all images one after another, and how many there are of each
+        vision = config.vision_config
+        numbers = (getattr(vision, "in_channels", None) or 3) * vision.patch_size**2
+        numbers *= getattr(vision, "temporal_patch_size", 1)
+        images = {
+            "pixel_values": torch.randn(BATCH * 16, numbers, generator=torch.Generator().manual_seed(2)),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
+        }
+    elif hasattr(config, "scale_factor"):  # of several images for each text
+        images = {name: x[:, None] for name, x in images.items()}
+    error: Exception | None = None
+    for count in (4, 16, *range(1, 66)):
+        marks = torch.full((BATCH, count if place is not None else 0), place or 0)
+        ids = torch.cat([marks, tokens], 1)
+        inputs = {"input_ids": ids, "labels": ids.masked_fill(ids == place, -100), **images}
+        for name in {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys():
+            inputs |= {name: (ids == place).long()}
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as new:  # noqa: BLE001  (models say in many ways that the count is wrong)
+            error = error or new
+        else:
+            return inputs
+    raise error or AssertionError
 
 
 def num_audio_features(config: Any) -> int:
@@ -172,7 +252,7 @@ def check(task: str, kind: str) -> tuple[str, str]:
     try:
         model, inputs = make_model(task, kind)
     except Exception as error:  # noqa: BLE001  (anything: it is not what is looked at)
-        return "not built", f"{type(error).__name__}: {str(error)[:200]}"
+        return "not built", f"{type(error).__name__}: {str(error)[:600]}"
     name = ""
     with suppress(AttributeError, ValueError):  # models without experts
         model.set_experts_implementation("grouped_mm")

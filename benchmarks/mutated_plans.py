@@ -1,10 +1,14 @@
-"""What becomes of changed plans: ``python benchmarks/mutated_plans.py [--count 2000] [--models flat llama ...]``.
+"""What becomes of changed plans: ``python benchmarks/mutated_plans.py [--first 0] [--count 2000] [--models flat ...]``.
 
 Each plan has something changed at random (`tests.mutated_plans`): the factor of an op, a layout, a mesh, storage, ZeRO
 level, recomputation, stages, schedule, microbatches, huge and negative numbers.  It must be refused with a
 PlanFormatError or a PlanMismatchError, or train to one device's loss, gradients and parameters, on simulated ranks in
 float64.  A plan that trains must also be priced, printed and read back.  The exit status is 1 if any plan does anything
 else.
+
+A plan follows from its number alone, which also says of which model it is: they take turns.  So ``--first 400`` goes on
+where a run of 400 plans ended.  A line every ten seconds says how far the run is.  When ``--seconds`` are
+over, or at Ctrl-C or SIGTERM, the tables of the plans tried until then are printed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +55,7 @@ _MODELS = ("flat", "deep_llama", "mixtral", "grouped_mixtral", "t5", "unet", "de
 _WORLD = 4
 _STEPS = 2  # the second one tells whether the first one updated everything
 _LIMIT_S = 120  # a step of these models takes a tenth of a second
+_SAY_EVERY_S = 10.0
 _OUTCOMES = ("equal", "PlanFormatError", "PlanMismatchError")
 _SEARCHED_MODELS = ("flat", "deep_llama", "t5")  # can be cut into microbatches
 _SEARCHED = ((), ("zero=3", "recompute=full"), ("data=2", "tensor=2"), ("microbatches=2", "zero=2"))
@@ -131,6 +137,7 @@ def limited(seconds: int) -> Generator[None]:
 
 def try_plan(name: str, seed: int) -> tuple[str, str, str]:
     """The decision that is changed, what becomes of the plan, and more about it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the run
     torch.set_num_threads(1)
     who = subject(name, _DTYPES.get(name, torch.float64))
     program = who.traced.program
@@ -145,37 +152,87 @@ def try_plan(name: str, seed: int) -> tuple[str, str, str]:
     return changed, found, detail
 
 
+@dataclass
+class Tally:
+    """How many plans ended how, by model and by the decision that was changed."""
+
+    by_model: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    by_decision: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, name: str, changed: str, found: str) -> None:
+        """Count a plan."""
+        self.by_model[name][found] += 1
+        self.by_decision[changed][found] += 1
+
+    @property
+    def total(self) -> Counter[str]:
+        """How many plans ended how."""
+        return sum(self.by_model.values(), Counter[str]())
+
+    @property
+    def failures(self) -> int:
+        """How many plans neither trained as one device nor were refused."""
+        return sum(count for found, count in self.total.items() if found not in _OUTCOMES)
+
+    def print_tables(self) -> None:
+        """A table by model, and one by decision."""
+        total = self.total
+        columns = [*_OUTCOMES, *(found for found in total if found not in _OUTCOMES)]
+        for head, rows in (("model", self.by_model), ("decision", self.by_decision)):
+            print(f"{head:20s}" + "".join(f"{column:>20s}" for column in columns))
+            for row, counts in (*rows.items(), ("all", total)):
+                print(f"{row:20s}" + "".join(f"{counts[column]:20d}" for column in columns))
+
+
+def try_plans(options: argparse.Namespace, tally: Tally) -> None:
+    """Try the plans that were asked for, as long as there is time; print what fails, and how far this is."""
+    started_s = said_s = time.perf_counter()
+    seeds = range(options.first, options.first + options.count)
+    names = [options.models[seed % len(options.models)] for seed in seeds]
+    pool = ProcessPoolExecutor(options.processes, mp.get_context("spawn"))
+    try:
+        for name, seed, each in zip(names, seeds, pool.map(try_plan, names, seeds), strict=True):
+            changed, found, detail = each
+            tally.add(name, changed, found)
+            if found not in _OUTCOMES or (options.say and detail):
+                print(f"{name}, plan {seed}, {changed}: {found}\n{detail}", flush=True)
+            now_s = time.perf_counter()
+            if now_s - said_s >= _SAY_EVERY_S:
+                said_s = now_s
+                counts = ", ".join(f"{count} {what}" for what, count in tally.total.most_common())
+                print(
+                    f"# {seed + 1 - options.first} of {options.count} in {now_s - started_s:.0f} s: {counts}",
+                    flush=True,
+                )
+            if now_s - started_s > options.seconds:
+                break
+    finally:
+        for process in [*(pool._processes or {}).values()]:  # a plan that runs now would be waited for
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def main() -> int:
-    """Try the plans; print a table."""
+    """Try the plans; print tables, also of a run that is stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="number of the first plan")
     parser.add_argument("--count", type=int, default=2000, help="plans, over all models")
-    parser.add_argument("--models", nargs="*", default=list(_MODELS), help="models of tests.models")
-    parser.add_argument("--seed", type=int, default=0, help="of the first plan; the next has one more")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no plan is begun later")
+    parser.add_argument("--models", nargs="+", default=list(_MODELS), help="models of tests.models")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--say", action="store_true", help="print every refusal")
     options = parser.parse_args()
     print(f"# {' '.join(sys.argv)}: autopar {version('autopar')}, torch {version('torch')}, "
-          f"Python {platform.python_version()}, {platform.machine()}")  # fmt: skip
+          f"Python {platform.python_version()}, {platform.machine()}", flush=True)  # fmt: skip
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started_s = time.perf_counter()
-    names = [options.models[index * len(options.models) // options.count] for index in range(options.count)]
-    seeds = range(options.seed, options.seed + options.count)
-    by_model: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    by_decision: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    with ProcessPoolExecutor(options.processes, mp.get_context("spawn")) as pool:
-        for name, seed, each in zip(names, seeds, pool.map(try_plan, names, seeds, chunksize=25), strict=True):
-            changed, found, detail = each
-            by_model[name][found] += 1
-            by_decision[changed][found] += 1
-            if found not in _OUTCOMES or (options.say and detail):
-                print(f"{name}, seed {seed}, {changed}: {found}\n{detail}", flush=True)
-    total = sum(by_model.values(), Counter[str]())
-    columns = [*_OUTCOMES, *(found for found in total if found not in _OUTCOMES)]
-    for head, rows in (("model", by_model), ("decision", by_decision)):
-        print(f"{head:20s}" + "".join(f"{column:>20s}" for column in columns))
-        for row, counts in (*rows.items(), ("all", total)):
-            print(f"{row:20s}" + "".join(f"{counts[column]:20d}" for column in columns))
-    print(f"{options.count} plans in {time.perf_counter() - started_s:.0f} s")
-    return int(any(found not in _OUTCOMES for found in total))
+    tally = Tally()
+    with suppress(KeyboardInterrupt):
+        try_plans(options, tally)
+    tally.print_tables()
+    print(f"{tally.total.total()} of {options.count} plans from number {options.first} "
+          f"in {time.perf_counter() - started_s:.0f} s: {tally.failures} failed")  # fmt: skip
+    return int(tally.failures > 0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ __all__ = [
     "gradients_of",
     "is_custom_node",
     "on_gradient",
+    "refuse_gradient",
     "run_backward",
     "run_backward_from",
     "run_twice",
@@ -31,6 +32,24 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, whose annotations are incomplete."""
     untyped: Any = function
     return untyped.apply(*args)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ctx.error
+
+
+def refuse_gradient(x: Tensor, error: Exception) -> Tensor:
+    """The values of `x`, as a tensor that requires a gradient: `error` is raised when backward comes to it."""
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
+    with torch.enable_grad():
+        return call_function(_Refused, x.detach(), anchor, error)
 
 
 def version_of(x: Tensor) -> int:

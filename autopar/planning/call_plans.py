@@ -36,7 +36,7 @@ from autopar.planning.padded_calls import (
 )
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
-from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.search import SearchRequest, check_known, plan_like, reuse_plan, stages_of
 from autopar.step.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
@@ -258,7 +258,7 @@ class CallPlanner:
         with torch.autocast("cpu", enabled=False):  # which this may be called in
             traced = trace(
                 model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
-                device_type=self._device_type,
+                device_type=self._device_type, stages_of=stages_of(*self._first),
             )  # fmt: skip
         traced = replace(traced, program=variant_like(traced.program, self._first[0]))
         traced = self._finish(require_target(model, traced) if is_training else traced)

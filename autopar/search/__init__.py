@@ -7,7 +7,7 @@ batch may be divided, `constraints` what the user demands, `plan_selection` whic
 simulated.
 """
 
-from autopar.search.call_search import plan_like, stage_constraints
+from autopar.search.call_search import plan_like, stage_constraints, stages_of
 from autopar.search.plan_reuse import check_known, reuse_plan
 from autopar.search.plan_search import search
 from autopar.search.request import MEMORY_ERROR, ConsideredPlan, SearchRequest
@@ -23,4 +23,5 @@ __all__ = [
     "reuse_plan",
     "search",
     "stage_constraints",
+    "stages_of",
 ]

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from autopar.search.plan_search import search
 from autopar.search.request import SearchRequest
 from autopar.step.prices import Prices
 
-__all__ = ["plan_like", "stage_constraints"]
+__all__ = ["plan_like", "stage_constraints", "stages_of"]
 
 # The price of a layer in another stage than the one that held its parameters, on a device group that has them: any
 # positive number, as misplaced layers are counted.
@@ -131,14 +131,20 @@ def stage_constraints(program: Program, trained_program: Program, trained: Plan)
     return f"pipeline={trained.num_groups}", f"cuts={','.join(map(str, cuts))}"
 
 
+def stages_of(program: Program, plan: Plan) -> dict[str, frozenset[int]]:
+    """The stages of `plan` whose layers read a parameter or buffer, by its name in the module; empty without stages."""
+    stages: dict[str, frozenset[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for layer in program.layers[stage.start : stage.stop]:
+            for name in _state_names(program, layer):
+                stages[name] = stages.get(name, frozenset()) | {index}
+    return stages
+
+
 def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> tuple[int, ...]:
     """The first layers of all stages but the first: dynamic programming over layers and stages."""
     stages = trained.stages
-    holders: dict[str, set[int]] = {}
-    for index, stage in enumerate(stages):
-        for layer in trained_program.layers[stage.start : stage.stop]:
-            for name in _state_names(trained_program, layer):
-                holders.setdefault(name, set()).add(index)
+    holders = stages_of(trained_program, trained)
     # least[s]: the least price of the layers so far in the stages 0 to s, the last of them in s.
     least = [math.inf] * len(stages)
     came: list[list[int]] = []
@@ -175,7 +181,9 @@ def _state_names(program: Program, layer: Layer) -> list[str]:
     return [program.parameters[value] for value in layer.state if value in program.parameters]
 
 
-def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holders: dict[str, set[int]]) -> float:
+def _misplaced(
+    program: Program, layer: Layer, stage: int, trained: Plan, holders: Mapping[str, frozenset[int]]
+) -> float:
     """0 if this stage holds all that the layer reads, infinite if its device group doesn't."""
     needed = [holders[name] for name in _state_names(program, layer) if name in holders]
     if all(stage in stages for stages in needed):
@@ -185,7 +193,7 @@ def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holder
     return _OTHER_STAGE if is_there else math.inf
 
 
-def _explain(program: Program, layer: Layer, holders: dict[str, set[int]]) -> str:
+def _explain(program: Program, layer: Layer, holders: Mapping[str, frozenset[int]]) -> str:
     where = "; ".join(
         f"{name} in {', '.join(f'stage {index}' for index in sorted(holders[name]))}"
         for name in _state_names(program, layer)

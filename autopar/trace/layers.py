@@ -15,7 +15,7 @@ from itertools import pairwise
 from autopar.trace.graph import Graph
 from autopar.trace.repetition import MAX_OPS, MIN_OPS, OpSpan, find_period, module_runs, op_signature
 
-__all__ = ["Crossing", "crossings", "cut_layers"]
+__all__ = ["Crossing", "crossings", "cut_layers", "divide_layers"]
 
 _TARGET_OPS = 40  # about the ops of a transformer block, which is what a layer is where modules say so
 
@@ -41,6 +41,39 @@ def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[OpSpan]:
         else:
             layers.extend(OpSpan(r.start, r.stop, "") for r in _cut_stretch(run.places, crossing, signatures))
     return _join_crumbs(layers)
+
+
+def divide_layers(graph: Graph, layers: Sequence[OpSpan], stages_of: Mapping[str, frozenset[int]]) -> list[OpSpan]:
+    """Cut layers again, until each can run in a pipeline stage that holds all parameters that it reads.
+
+    Each of these cuts is where the fewest bytes cross.
+
+    Args:
+        graph: what the layers are of.
+        layers: as `cut_layers` makes them.
+        stages_of: the stages that hold a parameter, by its name in the module; others may be anywhere.
+    """
+    crossing = crossings(graph) if stages_of else []
+    return [part for layer in layers for part in _divide_layer(graph, layer, stages_of, crossing)]
+
+
+def _divide_layer(
+    graph: Graph, layer: OpSpan, stages_of: Mapping[str, frozenset[int]], crossing: Sequence[Crossing]
+) -> list[OpSpan]:
+    starts, last_reader = [layer.start], layer.start
+    common: frozenset[int] | None = None  # the stages that hold what the ops since the last cut read
+    for place in layer.places:
+        names = [graph.parameters.get(operand, "") for operand in graph.ops[place].operands]
+        held = [stages_of[name] for name in names if name in stages_of]
+        if not held:
+            continue
+        own = held[0].intersection(*held[1:])
+        if common is not None and not common & own:
+            starts.append(min(range(last_reader + 1, place + 1), key=lambda i: crossing[i].num_bytes))
+            common = None
+        common, last_reader = own if common is None else common & own, place
+    edges = pairwise([*starts, layer.stop])
+    return [OpSpan(start, stop, "") for start, stop in edges] if len(starts) > 1 else [layer]
 
 
 def crossings(graph: Graph) -> list[Crossing]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.trace.gpu_casts import casts_of
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
-from autopar.trace.layers import cut_layers
+from autopar.trace.layers import cut_layers, divide_layers
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import call_form, make_flatten
 from autopar.trace.structure import Dropped, Leaf, Structure, carried, rebuild, walk
@@ -95,6 +96,9 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 )
 
 
+_NO_STAGES: Mapping[str, frozenset[int]] = MappingProxyType({})
+
+
 @collected_seldom()
 def trace(
     model: nn.Module,
@@ -105,6 +109,7 @@ def trace(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     device_type: str = "cpu",
+    stages_of: Mapping[str, frozenset[int]] = _NO_STAGES,
 ) -> Traced:
     """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
     computed.
@@ -117,6 +122,7 @@ def trace(
         dtype: take floating parameters and floating inputs as of this dtype (mixed precision).
         autocast: with the casts that ``torch.autocast(device_type, autocast)`` around the call makes.
         device_type: of the devices that will run it; autocast, inside the model too, casts as it does there.
+        stages_of: the pipeline stages that hold a parameter, by its name; no layer reads what no stage has all of.
 
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
@@ -131,7 +137,8 @@ def trace(
             _refuse_cache(captured.outputs)
         graph = normalise(convert(captured, form.names))
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *_dropped_notes(captured.outputs)))
-    graph, pieces = _merge_within_layers(graph, cut_layers(graph, captured.classes))
+    layers = divide_layers(graph, cut_layers(graph, captured.classes), stages_of)
+    graph, pieces = _merge_within_layers(graph, layers)
     graph = attach_factors(graph)
     values = _values(graph)
     program = Program(

@@ -331,3 +331,16 @@ def test_rotary_tables_are_computed_once_a_step_from_their_buffer():
     ]
     assert trace(model.to("meta"), (), inputs).program == program
     assert kinds_of(program) == [0, 1, 1, 2]
+
+
+def test_layers_are_divided_so_that_each_has_a_stage_that_holds_what_it_reads():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    whole = trace(model, (torch.randn(4, 8),), {}).program
+    assert len(whole.layers) == 1
+    stages = {"0.weight": {0}, "0.bias": {0}, "1.weight": {0, 1}, "1.bias": {0}, "2.weight": {1}, "3.weight": {1, 2}}
+    stages_of = {name: frozenset(held) for name, held in stages.items()}
+    program = trace(model, (torch.randn(4, 8),), {}, stages_of=stages_of).program
+    read = [[program.parameters[name] for name in layer.state] for layer in program.layers]
+    assert read == [["0.weight", "0.bias", "1.weight", "1.bias"], ["2.weight", "2.bias", "3.weight", "3.bias"]]
+    check_well_formed(program)

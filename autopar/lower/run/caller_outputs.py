@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import hooks
 
+from autopar.errors import OutputError
+from autopar.lower.autograd import refuse_gradient
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
@@ -40,8 +42,10 @@ def caller_outputs(
         name: _output(executor, name, values.get(name), later, is_later or name in late)
         for name in dict.fromkeys(names)
     }
-    for x in made.values():
+    for name, x in made.items():
         _take_plain_gradients(x)
+        if isinstance(x, Tensor) and _had_its_step(executor, name) and not isinstance(x, LateTensor | DTensor):
+            made[name] = refuse_gradient(x, _no_gradient(executor, name))
     return [made[name] for name in names]
 
 
@@ -90,6 +94,25 @@ def _output(executor: Executor, name: str, value: Tensor | None, later: Later, i
     return executor.share_across_groups(name, made) if executor.whole_outputs else made
 
 
+def _had_its_step(executor: Executor, name: str) -> bool:
+    """Whether gradients of this output, which one device would have, are not to be had: the step's backward is over."""
+    program = executor.executable.program
+    is_over = bool(program.loss) and not executor.training_actions.is_single
+    requires_grad = name != program.loss and program.values[name].requires_grad
+    return torch.is_grad_enabled() and program.training and is_over and requires_grad
+
+
+def _no_gradient(executor: Executor, name: str) -> OutputError:
+    loss = executor.executable.program.loss
+    cut = "pipeline stages" if executor.stages.is_pipeline else "microbatches"
+    return OutputError(
+        f"a loss is computed from the output {name!r}, but with {cut} the backward passes run inside the forward call, "
+        f"from the output {loss!r} alone. Compute the loss in the model's forward (or in loss_fn=) and return it as "
+        "'loss', use output.detach() if no gradient is meant, or plan with the constraints 'pipeline=1' and "
+        "'microbatches=1'"
+    )
+
+
 def _take_plain_gradients(x: Tensor | None) -> None:
     """Where the caller adds what it computes of parameters, as penalties are, the gradient of `x` is a DTensor."""
     if x is not None and x.requires_grad and not isinstance(x, LateTensor):
@@ -117,14 +140,15 @@ def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tens
 def _read_later(executor: Executor, name: str, value: Tensor | None, later: Later) -> Tensor:
     tensor_type = executor.executable.program.type_of(name)
     dtype: torch.dtype = getattr(torch, tensor_type.dtype)
-    is_differentiable = value is not None and value.requires_grad and not executor.stages.is_pipeline
+    is_over = _had_its_step(executor, name)
+    is_differentiable = value is not None and value.requires_grad and not executor.stages.is_pipeline and not is_over
 
     def gather() -> Tensor:
         with torch.set_grad_enabled(is_differentiable):
             whole = None if value is None else executor.join_devices(name, value)
             shared = executor.share_across_groups(name, whole)
             _take_plain_gradients(shared)
-            return shared
+        return refuse_gradient(shared, _no_gradient(executor, name)) if is_over else shared
 
     like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(tensor_type.shape)
-    return LateTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))
+    return LateTensor.of(like.requires_grad_(is_differentiable or is_over), lambda: later(name, gather))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.errors import OutputError
-from autopar.lower.autograd import call_function, version_of
+from autopar.lower.autograd import refuse_gradient, version_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_part_of
 from autopar.lower.kernels import run_ops
@@ -80,14 +79,21 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
         output = reader.read(late.result, check, run)
         if not (is_recorded and torch.is_grad_enabled()):
             return output
-        anchor = torch.zeros((), device=output.device, requires_grad=True)
-        return call_function(_NoGradient, output, anchor, late.result)
+        return refuse_gradient(output, _no_gradient(late.result))
 
     # Rows may be this rank's own.
     shape = (*source.shape[:1], *value.type.shape[1:]) if source.dim() == len(value.type.shape) else value.type.shape
     dtype: torch.dtype = getattr(torch, value.type.dtype)
     like = torch.empty((), dtype=dtype, device=device).expand(shape)
     return LateTensor.of(like.requires_grad_(is_recorded), compute)
+
+
+def _no_gradient(name: str) -> OutputError:
+    return OutputError(
+        f"a loss is computed from the output {name!r}, of which this plan has no gradients: it makes logits in "
+        "pieces of tokens, forward and backward together. Plan with the constraint 'logits=whole', or compute that "
+        "loss in the model's forward"
+    )
 
 
 def _versions(store: ParameterStore, reader: LateReader) -> list[int]:
@@ -97,20 +103,3 @@ def _versions(store: ParameterStore, reader: LateReader) -> list[int]:
     """
     parts = (reader.part(name) for name in store.stored)
     return [version_of(x) for part in parts if part is not None for x in (part, local_part_of(part))]
-
-
-class _NoGradient(torch.autograd.Function):
-    """An output that had its share in the step before it was read."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise OutputError(
-            f"a loss is computed from the output {ctx.name!r}, of which this plan has no gradients: it makes logits in "
-            "pieces of tokens, forward and backward together. Plan with the constraint 'logits=whole', or compute that "
-            "loss in the model's forward"
-        )

@@ -6,14 +6,14 @@ same list is what the simulation times and what memory is predicted from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.compat import dtensor_like, local_part_of
 from autopar.lower.kernels.random import RandomState
@@ -23,6 +23,7 @@ from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_pass import LayerPass
 from autopar.lower.run.step_values import StageValues, StepValues
+from autopar.program import Program
 from autopar.schedules.action_lists import Action
 from autopar.step.actions import LayerAction, StepActions
 
@@ -34,13 +35,31 @@ _NO_ACTION = Action(-1, "", -1)  # before the first and behind the last
 
 
 def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, each once."""
+    """The parameters that get gradients, each once.
+
+    Raises:
+        PlanMismatchError: one of them was frozen when stages were planned, so that no gradient is sent to it.
+    """
     trained: dict[int, tuple[str, nn.Parameter]] = {}
     for runner in executor.runners.values():
         for name, parameter in zip(runner.parameters.names, runner.parameters.current(), strict=True):
             if parameter.requires_grad:
                 trained.setdefault(id(parameter), (name, parameter))
-    return dict(trained.values())
+    named = dict(trained.values())
+    if executor.stages.is_pipeline:
+        _check_trained(executor.executable.program, named.keys())
+    return named
+
+
+def _check_trained(program: Program, trained: Set[str]) -> None:
+    frozen = {name for value, name in program.parameters.items() if not program.values[value].requires_grad}
+    thawed = sorted(trained & frozen) if program.training else []
+    if thawed:
+        raise PlanMismatchError(
+            f"parameter {thawed[0]!r} requires a gradient, but was frozen when the model was parallelized, and the "
+            "pipeline stages of this plan send no gradients to it. Freeze it after parallelize instead of before "
+            "(requires_grad_() may then be called at any time), or plan with the constraint 'pipeline=1'"
+        )
 
 
 class StepRunner:
