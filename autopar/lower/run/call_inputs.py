@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from autopar.lower.communication.digests import digest_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.communication.sharded_rows import ShardedRows, Spans, dtensor_spans
-from autopar.lower.compat import leaves_of
+from autopar.lower.compat import jagged_parts, leaves_of
 from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
@@ -66,24 +66,45 @@ class LocalRows:
         return ", ".join(self._form_of(name, x) for name, x in self.call.named.items())
 
     @property
-    def tokens(self) -> int:
-        """Of a row: dim 1 of the first input that has rows and another dim; 0 without one."""
-        return next((x.shape[1] for name, x in self.call.named.items() if name in self.local and x.dim() > 1), 0)
+    def row_tokens(self) -> tuple[int, ...]:
+        """Of each row: dim 1 of the first input that has rows and another dim; of one without rows what they would
+        have, ``(0,)`` without such an input.  A jagged tensor has rows of several lengths.
+        """
+        x = next((x for name, x in self.call.named.items() if name in self.local and x.dim() > 1), None)
+        if x is not None and x.is_nested:
+            return tuple(stop - start for start, stop in pairwise(jagged_parts(x)[1]))
+        return (0 if x is None else x.shape[1],) * max(1, self.rows)
+
+    @property
+    def is_jagged(self) -> bool:
+        """Whether rows may have several lengths (`torch.nested` tensors of layout ``torch.jagged``)."""
+        return any(x.is_nested for x in self.call.named.values())
 
     def form_of_rows(self) -> str:
         """The part of the inputs that must be equal on ranks that pass rows of other lengths."""
-        return ", ".join(self._form_of(name, x, self.tokens) for name, x in self.call.named.items())
+        tokens = self.row_tokens[0]
+        return ", ".join(self._form_of(name, x, tokens) for name, x in self.call.named.items())
 
     def row(self, number: int) -> Call:
         """The call with one of the rows."""
-        tensors = (x[number : number + 1] if name in self.local else x for name, x in self.call.named.items())
+        tensors = (_row_of(x, number) if name in self.local else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
-        if name in self.local:
+        if name in self.local and x.is_nested:
+            sizes = ["rows", "tokens", *x.shape[2:]]
+        elif name in self.local:
             sizes = ["rows", *("tokens" if size == tokens else size for size in x.shape[1:])]
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
+
+
+def _row_of(x: Tensor, number: int) -> Tensor:
+    """``[1, tokens, ...]``: one of the rows."""
+    if not x.is_nested:
+        return x[number : number + 1]
+    values, offsets = jagged_parts(x)
+    return values[offsets[number] : offsets[number + 1]][None]
 
 
 class CallInputs:
@@ -163,6 +184,12 @@ class CallInputs:
 
         def prepare() -> tuple[LocalRows, list[tuple[str, Tensor]]]:
             opened = self.open(args, kwargs)
+            if opened.is_jagged:
+                raise InputShapeError(
+                    "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are "
+                    "in several groups), which only training steps with gradients run, and only of the whole model "
+                    "without torch.autocast: call the model in training mode, or pad the rows to one length"
+                )
             return opened, [(name, x) for name, x in opened.call.named.items() if name in opened.local]
 
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
