@@ -43,7 +43,6 @@ __all__ = [
     "functions_by",
     "is_random",
     "item_by",
-    "jagged_parts",
     "leaves_of",
     "local_part_of",
     "local_tensor",
@@ -208,14 +207,6 @@ def set_local_tensor(x: DTensor, local: Tensor) -> None:
 def local_part_of(x: Tensor) -> Tensor:
     """What this rank has of a tensor, outside autograd: `local_tensor` of a DTensor, a plain tensor itself."""
     return (local_tensor(x) if isinstance(x, DTensor) else x).detach()
-
-
-def jagged_parts(x: Tensor) -> tuple[Tensor, list[int]]:
-    """Of a nested tensor ``[rows, tokens of each, ...]`` of layout ``torch.jagged``: the rows in one, ``[tokens, ...]``,
-    and where each of them begins, and the last one ends.
-    """
-    nested: Any = x  # torch's annotations lack its methods
-    return nested.values(), nested.offsets().tolist()
 
 
 def storage_key(x: Tensor) -> int:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from autopar.lower.communication.digests import digest_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.communication.sharded_rows import ShardedRows, Spans, dtensor_spans
-from autopar.lower.compat import jagged_parts, leaves_of
+from autopar.lower.compat import leaves_of
 from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
@@ -72,7 +72,7 @@ class LocalRows:
         """
         x = next((x for name, x in self.call.named.items() if name in self.local and x.dim() > 1), None)
         if x is not None and x.is_nested:
-            return tuple(stop - start for start, stop in pairwise(jagged_parts(x)[1]))
+            return tuple(len(row) for row in x.unbind())
         return (0 if x is None else x.shape[1],) * max(1, self.rows)
 
     @property
@@ -101,10 +101,7 @@ class LocalRows:
 
 def _row_of(x: Tensor, number: int) -> Tensor:
     """``[1, tokens, ...]``: one of the rows."""
-    if not x.is_nested:
-        return x[number : number + 1]
-    values, offsets = jagged_parts(x)
-    return values[offsets[number] : offsets[number + 1]][None]
+    return x.unbind()[number][None] if x.is_nested else x[number : number + 1]
 
 
 class CallInputs:
@@ -180,16 +177,10 @@ class CallInputs:
             return args, kwargs
         calls = self._communicator.calls
         if calls is None:
-            return self._join(self.open(args, kwargs), holds_rows)
+            return self._join(self._open_even(args, kwargs), holds_rows)
 
         def prepare() -> tuple[LocalRows, list[tuple[str, Tensor]]]:
-            opened = self.open(args, kwargs)
-            if opened.is_jagged:
-                raise InputShapeError(
-                    "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are "
-                    "in several groups), which only training steps with gradients run, and only of the whole model "
-                    "without torch.autocast: call the model in training mode, or pad the rows to one length"
-                )
+            opened = self._open_even(args, kwargs)
             return opened, [(name, x) for name, x in opened.call.named.items() if name in opened.local]
 
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
@@ -228,6 +219,16 @@ class CallInputs:
                     "the example with another batch size"
                 )
         return LocalRows(call, frozenset(local), rows)
+
+    def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
+        opened = self.open(args, kwargs)
+        if opened.is_jagged:
+            raise InputShapeError(
+                "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are in "
+                "several groups), which only training steps run, with gradients and without torch.autocast: call the "
+                "model so, or pad the rows to one length"
+            )
+        return opened
 
     def _join(self, opened: LocalRows, holds_rows: bool) -> Call:
         self._counts = counts = self._compare(opened) if opened.local else []

@@ -274,6 +274,18 @@ def test_what_ranks_pass_in_another_way_is_an_error_on_all(four: Family) -> None
     assert "ranks 0 and 1 differ" in str(refused(four, other))
 
 
+def test_rows_of_several_lengths_are_for_training_steps(four: Family) -> None:
+    batches = nested_batches(four)[0]
+
+    def rank(talk: Communicator) -> str:
+        made = four.build(talk).eval()
+        with pytest.raises(InputShapeError) as caught:
+            made(**next(batch for batch in batches if batch["input_ids"].is_nested))
+        return str(caught.value)
+
+    assert all("which only training steps run" in text for text in simulate(4, rank))
+
+
 def test_lengths_of_rows_say_which_ranks_form_groups() -> None:
     degrees = {16: 4, 8: 2, 4: 1}
 
