@@ -18,6 +18,7 @@ from autopar.data.buckets import EvenSteps
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
+from autopar.data.sequence_separation import check_separation
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
@@ -72,8 +73,9 @@ def balanced(
         A loader of the same class, with ``set_epoch``, which passes the epoch on to sampler and dataset.
 
     Raises:
-        LoaderError: the loader is sharded already, `model` takes the whole batch on every rank, or arguments are
-            missing.  While it runs, on every rank: ranks have other lengths, or some loaders end before others.
+        LoaderError: the loader is sharded already, `model` takes the whole batch on every rank, arguments are missing,
+            or the model does not keep packed sequences apart.  While it runs, on every rank: ranks have other lengths,
+            or some loaders end before others.
         LengthError: a sequence is longer than a row, or has no token.
 
     Example:
@@ -88,6 +90,8 @@ def balanced(
         raise LoaderError(
             f"across_steps={across_steps} deals out samples before they are read: pass 1 or more, and length_index="
         )
+    if packs:
+        check_separation(model.program.source)
     planner = BatchPlanner(model.plan, packs=packs)
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     packing = RowPacking(

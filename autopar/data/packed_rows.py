@@ -99,7 +99,7 @@ class RowPacking:
                 f"a balanced loader makes rows of samples that are mappings, such as {{'input_ids': ..., 'labels': "
                 f"...}}, but the data set gives a {type(sample).__name__}"
             )
-        given = cast("Mapping[str, Any]", sample)
+        given = _without_mask(cast("Mapping[str, Any]", sample), self.padding)
         unknown = sorted(set(given) - set(self.padding))
         if unknown or not given:
             raise LoaderError(
@@ -116,3 +116,20 @@ class RowPacking:
                 "(0: no dim, or an empty one)"
             )
         return tensors
+
+
+def _without_mask(sample: Mapping[str, Any], padding: Mapping[str, float]) -> Mapping[str, Any]:
+    """The sample without the mask that tokenizers add, which says of each token that it counts.
+
+    Raises:
+        LoaderError: the mask says that some places hold no token.
+    """
+    name = "attention_mask"
+    if name not in sample or name in padding:
+        return sample
+    if not bool(torch.as_tensor(sample[name]).all()):
+        raise LoaderError(
+            "a sample is padded already: its attention_mask has zeros. Leave padding to the balanced loader: tokenize "
+            "without it, so that samples have their own lengths"
+        )
+    return {key: x for key, x in sample.items() if key != name}
