@@ -23,8 +23,8 @@ def check_separation(program: Program) -> None:
     if not any(name.endswith("position_ids") for name in program.inputs):
         raise LoaderError(
             "packed rows have position_ids, which begin at 0 in each sequence, but the example inputs of the model "
-            f"have none (only {', '.join(program.inputs)}), so nothing keeps the sequences of a row apart: parallelize it "
-            "with position_ids if it separates sequences by them, or pass packs=False for a row for each sequence"
+            f"have none (only {', '.join(program.inputs)}), so nothing keeps the sequences of a row apart: parallelize "
+            "it with position_ids if it separates sequences by them, or pass packs=False for a row for each sequence"
         )
     made_by = {result: op for layer in program.layers for op in layer.ops for result in op.results}
     attention = [op for layer in program.layers for op in layer.ops if family_of(op.target).is_attention]
