@@ -211,9 +211,9 @@ class _GroupPlanner:
         base = min(longer, key=lambda each: each.row.tokens).plan
         with suppress(ExampleInputsError, TraceError):
             one = self._traced(row.tokens)
-            found = reuse_plan(base, 1, one, self.prices, self.group_request)
-            if found is not None and self._excess_bytes(one, found) <= 0:
-                return GroupKind(self._row(one, found), found, part_bytes(one, found, self.group_request.training))
+            reused = reuse_plan(base, 1, one, self.prices, self.group_request)
+            if reused is not None and self._excess_bytes(one, reused) <= 0:
+                return GroupKind(self._row(one, reused), reused, part_bytes(one, reused, self.group_request.training))
         return None
 
     def _best(self, one: Program, degree: int) -> Plan:

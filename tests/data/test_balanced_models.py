@@ -201,9 +201,11 @@ def test_models_that_mix_packed_sequences_are_refused() -> None:
     check_separation(program(small_llama(), packed))
     with pytest.raises(LoaderError, match="use_cache = False"):
         check_separation(program(caching, packed))
-    with pytest.raises(LoaderError, match="would attend to each other"):
+    with pytest.raises(LoaderError, match="in a packed row sequences would attend to each other"):
         check_separation(program(bert(), packed))
-    with pytest.raises(LoaderError, match=r"have none \(only input_ids, labels\)"):
+    with pytest.raises(
+        LoaderError, match=r"have none \(only input_ids, labels\), so nothing keeps the sequences of a row apart"
+    ):
         check_separation(program(bert(), masked))
 
 
@@ -212,5 +214,5 @@ def test_masks_of_tokenizers_are_left_out() -> None:
     sample = {"input_ids": [5, 6], "attention_mask": [1, 1]}
     made = packing.rows([[sample]], 4, sample)
     assert (made["input_ids"].tolist(), made["attention_mask"].tolist()) == ([[5, 6, 0, 0]], [[1, 1, 0, 0]])
-    with pytest.raises(LoaderError, match="padded already"):
+    with pytest.raises(LoaderError, match="a sample is padded already"):
         packing.rows([[sample | {"attention_mask": [1, 0]}]], 4, sample)
