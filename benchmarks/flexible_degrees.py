@@ -11,9 +11,10 @@ measured on its cluster), which say what our assignments gain there.  A group co
 other, in microbatches of `DEVICE_TOKENS` tokens a device; all groups run equally many, because ZeRO-3 gathers
 parameters over all devices in each.  FlexSP forms new groups for each microbatch; here the groups stay for the step.
 
-`measure_batches` (`lengths.py --batches`) shows each batch, and what new groups in each microbatch could gain: the
-sequences sorted by length are cut into microbatches of like tokens, and groups chosen for each of them.  Nothing of
-autopar runs or plans such steps.
+`measure_batches` (`lengths.py --batches`) shows each batch, and two other ways to form groups.  Groups that overlap
+(`autopar.balance.nested_groups`): a device has one microbatch after the other in groups of falling degree.  New groups
+in each microbatch: the sequences sorted by length are cut into microbatches of like tokens, and groups chosen for each
+of them; nothing of autopar runs or plans such steps.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import autopar
 from autopar.balance import Lengths
 from autopar.balance.costs import GroupCost
 from autopar.balance.groups import Groups, best_groups
+from autopar.balance.nested_groups import NestedKind, nest
 from autopar.errors import AutoparError
 
 DEVICES = 64
@@ -50,7 +52,8 @@ FITS = {
     "6.7B": (5.128e-6, 0.1839576, 629.3563), "13B": (9.2852e-6, 0.3060189, 1132.5632),
     "30B": (15.4262e-6, 0.8035742, 2789.3644),
 }  # fmt: skip
-MORE_MICROBATCHES = 2  # than tokens need, tried with new groups in each: more were never faster
+MORE_MICROBATCHES = 2  # than tokens need, tried with new groups in each, or overlapping ones: more were never faster
+ENOUGH = 0.002  # of a step, to which targets of overlapping groups are searched for
 RESAMPLED = 1000  # bootstrap over batches
 EXCHANGE_GIB_PER_S = {1: np.inf, 2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}  # all-to-all of a degree
 
@@ -77,6 +80,25 @@ class Degrees:
             parts = (ordered[number == each] for each in range(count))
             steps_s.append(sum(best_groups(costs, DEVICES, part).step_s for part in parts if len(part)))
         return min(steps_s) + max(cost.step_s for cost in self.costs)
+
+    def nested_s(self, tokens: np.ndarray) -> float:
+        """Of a step in which groups may overlap, or `flexible` if that is faster."""
+        found = self.flexible(tokens)
+        costs = sorted(self.costs, key=lambda cost: -cost.degree)
+        kinds = [NestedKind(cost.degree, cost.tokens, 0.0, cost.token_s, cost.pair_s) for cost in costs]
+        step_s, microbatch_s = (max(getattr(cost, what) for cost in costs) for what in ("step_s", "microbatch_s"))
+        least = -(-int(tokens.sum()) // (DEVICES * DEVICE_TOKENS))
+        best_s = found.step_s
+        for rows in range(least, least + MORE_MICROBATCHES + 1):
+            fixed_s, target_s = step_s + rows * microbatch_s, found.bound_s
+            while (best_s - fixed_s) / target_s > 1 + ENOUGH:
+                middle_s = (target_s + best_s - fixed_s) / 2
+                places = nest(kinds, DEVICES, tokens, middle_s, rows)
+                if places is None:
+                    target_s = middle_s
+                else:
+                    best_s = fixed_s + places.largest_s
+        return best_s
 
     def alone_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """Of a step whose groups all have the degree of `cost`."""
@@ -180,6 +202,7 @@ def batch_by_batch(degrees: Degrees, lengths: Lengths, context: int) -> dict[str
     batches = draw(lengths, context)
     flexible = [degrees.flexible(tokens) for tokens in batches]
     step_s = np.array([found.step_s for found in flexible])
+    nested_s = np.array([degrees.nested_s(tokens) for tokens in batches])
     renewed_s = np.array([degrees.renewed_s(tokens) for tokens in batches])
     whole = next(cost for cost in degrees.costs if cost.degree == DEVICES)
     static_s = np.array([degrees.alone_s(whole, tokens) for tokens in batches])
@@ -192,15 +215,16 @@ def batch_by_batch(degrees: Degrees, lengths: Lengths, context: int) -> dict[str
     better_s = np.minimum(step_s, renewed_s)
     rows = {
         f"{number + 1:2}: longest {tokens.max():>7,}, {found.microbatches} microbatches ({need} needed)": (
-            f"{own_s:6.2f} s, new groups each {new_s:6.2f}, no less than {low_s:6.2f}"
+            f"{own_s:6.2f} s, overlapping {nested:6.2f}, new groups each {new_s:6.2f}, no less than {low_s:6.2f}"
         )
-        for number, (tokens, found, need, own_s, new_s, low_s) in enumerate(
-            zip(batches, flexible, least, step_s, renewed_s, bound_s, strict=True)
+        for number, (tokens, found, need, own_s, nested, new_s, low_s) in enumerate(
+            zip(batches, flexible, least, step_s, nested_s, renewed_s, bound_s, strict=True)
         )
     }
     return rows | {
         f"/ FlexSP's static degree ({DEVICES})": float(static_s.sum() / step_s.sum()),
         "its standard error (bootstrap)": float(drawn.std()),
+        "groups that overlap": float(static_s.sum() / nested_s.sum()),
         "new groups in each microbatch": float(static_s.sum() / renewed_s.sum()),
         "the better of both for each batch": float(static_s.sum() / better_s.sum()),
         "no groups more than": float(static_s.sum() / bound_s.sum()),

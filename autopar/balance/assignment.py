@@ -30,6 +30,10 @@ class Assignment:
         row_cost: of the plan whose rows these are; of groups of several degrees what is spent once a step.
         unlike: of each group what its rows cost, where groups run different programs in one step; their `work_s` then
             has all that they compute.
+        at_once: rows of a group that are in one microbatch; 0: all.
+        starts: ``[groups]`` the first device of each group, where a device is in several groups, whose rows it computes
+            one after the other, in the order of groups; empty: groups are side by side.
+        load_s: ``[devices]`` seconds of each device in all of its groups then.
     """
 
     lengths: np.ndarray
@@ -43,11 +47,23 @@ class Assignment:
     row_cost: RowCost = _NO_ROWS
     unlike: tuple[GroupRow, ...] = ()
     at_once: int = 0
+    starts: tuple[int, ...] = ()
+    load_s: tuple[float, ...] = ()
 
     @property
     def largest_s(self) -> float:
-        """Seconds of the group with the most work, which all others wait for."""
-        return float(self.work_s.max(initial=0.0))
+        """Seconds of the device with the most work, which all others wait for."""
+        return max(self.load_s) if self.starts else float(self.work_s.max(initial=0.0))
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.load_s) if self.starts else int(self.degrees.sum())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of work of a device."""
+        return float(self.work_s @ self.degrees) / max(1, self.devices)
 
     @property
     def fixed_s(self) -> float:
@@ -62,8 +78,7 @@ class Assignment:
     @property
     def imbalance(self) -> float:
         """Largest over mean work of a device: 1 where none waits."""
-        mean_s = float(self.work_s @ self.degrees) / max(1, int(self.degrees.sum()))
-        return self.largest_s / mean_s if mean_s else 1.0
+        return self.largest_s / self.mean_s if self.mean_s else 1.0
 
     @property
     def gap(self) -> float:
@@ -73,12 +88,13 @@ class Assignment:
     @property
     def runs_as(self) -> str:
         """``"rows of 4,096"``, or ``"groups of 1 x 2 (4,096) + 2 x 1 (512)"``: how many, of so many devices, with rows
-        of so many tokens.
+        of so many tokens; ``", then "`` in place of ``" + "`` where devices are in several groups.
         """
         if not self.unlike:
             return f"rows of {self.row_cost.tokens:,}"
         kinds = Counter((each.degree, each.tokens) for each in self.unlike)
-        return "groups of " + " + ".join(f"{n} x {degree} ({tokens:,})" for (degree, tokens), n in kinds.items())
+        between = ", then " if self.starts else " + "
+        return "groups of " + between.join(f"{n} x {degree} ({tokens:,})" for (degree, tokens), n in kinds.items())
 
     def rows_of(self, group: int) -> list[list[int]]:
         """The rows of a group in order, each with its sequences in order; some may be empty."""
@@ -87,9 +103,12 @@ class Assignment:
             found[int(self.row[index])].append(index)
         return found
 
-    def group_of(self, rank: int) -> int:
-        """The group that a device is in."""
-        return int(np.searchsorted(np.cumsum(self.degrees), rank, side="right"))
+    def groups_of(self, rank: int) -> list[int]:
+        """The groups that a device is in, in the order in which it computes their rows."""
+        if not self.starts:
+            return [int(np.searchsorted(np.cumsum(self.degrees), rank, side="right"))]
+        starts = np.array(self.starts)
+        return np.flatnonzero((starts <= rank) & (rank < starts + self.degrees)).tolist()
 
     def __str__(self) -> str:
         """What it comes to."""

@@ -56,15 +56,19 @@ def expected_step(
     batches: Sequence[np.ndarray],
     groups: Sequence[GroupRow] = (),
     coupling_s: float = 0.0,
+    *,
+    nests: bool = False,
 ) -> LengthPrediction:
     """What a step takes by the fastest of a `family`, whose first plan holds every sequence, and by `static` alone.
 
-    With `groups`, steps in which groups of devices differ are among them; these take `coupling_s` once.
+    With `groups`, steps in which groups of devices differ are among them; these take `coupling_s` once, and with
+    `nests` devices may be in several groups.
     """
     planners = [BatchPlanner(plan) for plan in family]
     own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
     for found, batch in zip(own, batches, strict=True):
-        found.append(assign_groups(groups, coupling_s, planners[0].devices_of_stage, batch) if groups else None)
+        devices = planners[0].devices_of_stage
+        found.append(assign_groups(groups, coupling_s, devices, batch, nests=nests) if groups else None)
     times_s = np.array([[np.inf if each is None else each.step_time_s for each in found] for found in own])
     chosen: np.ndarray = times_s.argmin(axis=1)
     shares = [float((chosen == place).mean()) for place in range(len(family) + 1)]
@@ -95,7 +99,13 @@ def expected_step(
         shares[-1],
         means_s[-1],
         static.prediction.row,
+        nests,
+        sum(1 for found, place in zip(own, chosen, strict=True) if _is_nested(found[int(place)])) / len(batches),
     )
+
+
+def _is_nested(assignment: Assignment | None) -> bool:
+    return assignment is not None and bool(assignment.starts)
 
 
 def _assigned(planner: BatchPlanner, batch: np.ndarray) -> Assignment | None:
@@ -119,7 +129,7 @@ def _parts(assignment: Assignment | None) -> list[float]:
 
 def _parts_of_groups(assignment: Assignment) -> list[float]:
     """The same where groups differ: what they compute is a mean over devices."""
-    degrees: np.ndarray = assignment.degrees / assignment.degrees.sum()
+    degrees: np.ndarray = assignment.degrees / assignment.devices
     row_s = np.array([each.row_s for each in assignment.unlike])
     token_s = row_s / np.array([each.tokens for each in assignment.unlike])
     pairs = np.unique(np.stack([assignment.group, assignment.row]), axis=1)[0]

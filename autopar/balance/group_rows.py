@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.balance.assignment import Assignment
 from autopar.balance.groups import candidate_counts, devices_bound
+from autopar.balance.nested_groups import NestedKind, nest_below
 from autopar.plan.prediction import GroupRow, RowCost
 
 __all__ = ["assign_groups"]
@@ -25,11 +26,17 @@ __all__ = ["assign_groups"]
 # Sequences placed in all trials, the first of which are most often the best: 8 microseconds each.  To begin a trial
 # takes as long as to place some.
 _PLACED, _BEGUN = 2500, 15
+# How far the largest work may be above the bound: less is not worth the time to look for groups that overlap.
+_WORTH_NESTING = 0.02
 
 
-def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray) -> Assignment | None:
+def assign_groups(
+    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, *, nests: bool = False
+) -> Assignment | None:
     """The best assignment found to groups of at least two of these kinds, whose degrees fall; rows of the first hold
     every sequence; `devices` are those of a pipeline stage, if there are any.
+
+    With `nests`, devices may be in several groups, one after the other.
 
     None: no such groups have as many devices.
     """
@@ -57,7 +64,24 @@ def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, to
             best = Assignment(
                 tokens, group, row, own, rows, load, bound_s, False, RowCost(step_s=coupling_s), groups
             )  # fmt: skip
+    if nests and best is not None and best.largest_s > bound_s * (1 + _WORTH_NESTING):
+        return _nested(kinds, coupling_s, devices, best) or best
     return best
+
+
+def _nested(kinds: Sequence[GroupRow], coupling_s: float, devices: int, other: Assignment) -> Assignment | None:
+    """Groups that overlap, of at least two kinds; None unless they have less work than `other`."""
+    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
+    found = nest_below(own, devices, other.lengths, other.bound_s, other.largest_s)
+    if found is None or (found.kind == found.kind[0]).all():
+        return None
+    numbers: list[int] = found.kind.tolist()
+    groups = tuple(kinds[number] for number in numbers)
+    return Assignment(
+        other.lengths, found.group, found.row, np.array([kind.degree for kind in groups]),
+        int(found.row.max(initial=-1)) + 1, found.work_s, other.bound_s, False, RowCost(step_s=coupling_s), groups,
+        starts=tuple(found.start.tolist()), load_s=tuple(found.load_s.tolist()),
+    )  # fmt: skip
 
 
 def _pack(

@@ -34,7 +34,8 @@ class BatchPlanner:
     The same lengths give the same assignment on every rank, without communication.
 
     If the family has groups, a batch may also be shared out among groups of devices of unlike size: few large ones for
-    long sequences, small ones for short.  `Assignment.unlike` then says what each group runs.
+    long sequences, small ones for short.  `Assignment.unlike` then says what each group runs, and `Assignment.starts`
+    where groups overlap: devices first compute rows of a large group together, then rows of smaller ones.
 
     Given several plans for the same devices with other degrees, it chooses how many devices work on a sequence
     together, as if each device group computed sequences as the plan of its degree does: a prediction, nothing runs so.
@@ -65,7 +66,7 @@ class BatchPlanner:
         self.packs = packs
         lengths = plans[0].prediction.lengths
         self.groups = lengths.groups if packs else ()
-        self.coupling_s = lengths.coupling_s
+        self.coupling_s, self.nests = lengths.coupling_s, lengths.nests
         self.devices = plans[0].world_size
         self.devices_of_stage = plans[0].group_size
         self.limit_bytes = plans[0].memory_limit_bytes / (1 + plans[0].memory_error)
@@ -98,7 +99,7 @@ class BatchPlanner:
                     best = found
         assert best is not None  # the plan for the longest rows is one of them
         if self.groups and batches == 1:
-            other = assign_groups(self.groups, self.coupling_s, self.devices_of_stage, tokens)
+            other = assign_groups(self.groups, self.coupling_s, self.devices_of_stage, tokens, nests=self.nests)
             if other is not None and other.step_time_s < best.step_time_s:
                 return other
         return best

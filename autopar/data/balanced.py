@@ -18,6 +18,7 @@ from autopar.data.buckets import EvenSteps
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
+from autopar.data.sequence_separation import check_separation
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
@@ -72,8 +73,9 @@ def balanced(
         A loader of the same class, with ``set_epoch``, which passes the epoch on to sampler and dataset.
 
     Raises:
-        LoaderError: the loader is sharded already, `model` takes the whole batch on every rank, or arguments are
-            missing.  While it runs, on every rank: ranks have other lengths, or some loaders end before others.
+        LoaderError: the loader is sharded already, `model` takes the whole batch on every rank, arguments are missing,
+            or the model does not keep packed sequences apart.  While it runs, on every rank: ranks have other lengths,
+            or some loaders end before others.
         LengthError: a sequence is longer than a row, or has no token.
 
     Example:
@@ -88,6 +90,8 @@ def balanced(
         raise LoaderError(
             f"across_steps={across_steps} deals out samples before they are read: pass 1 or more, and length_index="
         )
+    if packs:
+        check_separation(model.program.source)
     planner = BatchPlanner(model.plan, packs=packs)
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     packing = RowPacking(
@@ -145,22 +149,24 @@ class _Share:
     ranks: int
     device: int  # this rank among all
 
-    def of(self, lengths: np.ndarray) -> tuple[Dealt, int, list[list[int]]]:
-        """What is predicted of the whole assignment and a digest of it, the tokens of a row, and this rank's rows, each
-        the numbers of its sequences.
+    def of(self, lengths: np.ndarray) -> tuple[Dealt, int, list[tuple[int, list[int]]]]:
+        """What is predicted of the whole assignment and a digest of it, the tokens that a row would have if this rank
+        has none, and its rows: of each its tokens, and the numbers of its sequences.
         """
         assignment = self.planner.assign(lengths)
         digest = zlib.crc32(assignment.degrees.tobytes(), assignment.row_cost.tokens)
         digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
+        digest = zlib.crc32(repr(assignment.starts).encode(), digest)
         row = assignment.row_cost
         alike_s = row.token_s * assignment.rows * row.tokens  # of rows, whatever is in them
-        mean_s = alike_s + float(assignment.work_s @ assignment.degrees) / int(assignment.degrees.sum())
+        mean_s = alike_s + assignment.mean_s
         imbalance = (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0
         dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)
         if assignment.unlike:
-            group = assignment.group_of(self.device % self.planner.devices_of_stage)
-            return dealt, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
-        return dealt, row.tokens, rank_rows(assignment, self.rank, self.ranks)
+            own = assignment.groups_of(self.device % self.planner.devices_of_stage)
+            found = [(assignment.unlike[g].tokens, row) for g in own for row in assignment.rows_of(g) if row]
+            return dealt, assignment.unlike[own[0] if own else 0].tokens, found
+        return dealt, row.tokens, [(row.tokens, own) for own in rank_rows(assignment, self.rank, self.ranks)]
 
 
 def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
@@ -200,7 +206,7 @@ class _TakeShare:
     def __call__(self, indices: Sequence[int]) -> list[_Row]:
         dealt, tokens, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
         dealt = dealt._replace(digest=zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes(), dealt.digest))
-        own = [_Row(dealt, tokens, [indices[number] for number in row]) for row in rows]
+        own = [_Row(dealt, length, [indices[number] for number in row]) for length, row in rows]
         return own or [_Row(dealt, tokens, None)]
 
 
@@ -230,10 +236,11 @@ class _CollateRows:
     dataset: Any
 
     def __call__(self, items: Sequence[tuple[_Row, list[Any]]]) -> tuple[Dealt, dict[str, Tensor]]:
-        dealt, tokens, _ = items[0][0]
+        dealt = items[0][0].dealt
         rows = [samples for row, samples in items if row.indices is not None]
         like = next((sample for row in rows for sample in row), None)
-        return dealt, self.packing.rows(rows, tokens, self.dataset[0] if like is None else like)
+        tokens = [row.tokens for row, _ in items]
+        return dealt, self.packing.jagged(rows, tokens, self.dataset[0] if like is None else like)
 
 
 @dataclass(frozen=True)
@@ -246,7 +253,8 @@ class _CollateShare:
 
     def __call__(self, samples: Sequence[Any]) -> tuple[Dealt, dict[str, Tensor]]:
         dealt, tokens, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
-        return dealt, self.packing.rows([[samples[number] for number in row] for row in rows], tokens, samples[0])
+        own = [[samples[number] for number in row] for _, row in rows]
+        return dealt, self.packing.jagged(own, [length for length, _ in rows] or [tokens], samples[0])
 
 
 class _Balanced(WithEpochs):

@@ -1,4 +1,7 @@
-"""Collates samples of different lengths into rows of one length, ``[rows, tokens, ...]``, by packing or padding."""
+"""Collates samples of different lengths into rows, ``[rows, tokens, ...]``, by packing or padding.
+
+Rows of several lengths are jagged: `torch.nested` tensors of layout ``torch.jagged``.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,20 @@ class RowPacking:
     positions: str = ""
     mask: str = ""
     shifts: tuple[str, ...] = ()
+
+    def jagged(self, rows: Sequence[Sequence[Any]], tokens: Sequence[int], like: Any) -> dict[str, Tensor]:
+        """The batch of these rows of samples; `tokens` of each row, or one number if there are none.
+
+        Where all rows have one length, it is ``[rows, tokens, ...]``.  `like` and errors are as for `rows`.
+        """
+        if len(set(tokens)) == 1:
+            return self.rows(rows, tokens[0], like)
+        each = [self.rows([row], length, like) for row, length in zip(rows, tokens, strict=True)]
+        offsets = torch.tensor([0, *tokens]).cumsum(0)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(torch.cat([part[name][0] for part in each]), offsets)
+            for name in each[0]
+        }
 
     def rows(self, rows: Sequence[Sequence[Any]], tokens: int, like: Any) -> dict[str, Tensor]:
         """The batch of these rows of samples, of which there may be none; `like` is a sample that shows the form.
@@ -82,7 +99,7 @@ class RowPacking:
                 f"a balanced loader makes rows of samples that are mappings, such as {{'input_ids': ..., 'labels': "
                 f"...}}, but the data set gives a {type(sample).__name__}"
             )
-        given = cast("Mapping[str, Any]", sample)
+        given = _without_mask(cast("Mapping[str, Any]", sample), self.padding)
         unknown = sorted(set(given) - set(self.padding))
         if unknown or not given:
             raise LoaderError(
@@ -99,3 +116,20 @@ class RowPacking:
                 "(0: no dim, or an empty one)"
             )
         return tensors
+
+
+def _without_mask(sample: Mapping[str, Any], padding: Mapping[str, float]) -> Mapping[str, Any]:
+    """The sample without the mask that tokenizers add, which says of each token that it counts.
+
+    Raises:
+        LoaderError: the mask says that some places hold no token.
+    """
+    name = "attention_mask"
+    if name not in sample or name in padding:
+        return sample
+    if not bool(torch.as_tensor(sample[name]).all()):
+        raise LoaderError(
+            "a sample is padded already: its attention_mask has zeros. Leave padding to the balanced loader: tokenize "
+            "without it, so that samples have their own lengths"
+        )
+    return {key: x for key, x in sample.items() if key != name}

@@ -325,10 +325,11 @@ def _groups(expected: LengthPrediction) -> str:
     where = " of each stage" if any(row.fill_s for row in expected.groups) else ""
     rows = ", ".join(f"{row.tokens:,} tokens on {row.degree}{where} ({row.axes})" for row in expected.groups)
     peak = size(max(row.peak_bytes for row in expected.groups)).text
+    nested = f", {expected.nested_share:.0%} with devices in several groups" if expected.nested_share else ""
     return (
         f"groups of different sizes: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)} "
-        f"including {format_seconds(expected.coupling_s)} for parameters of all devices, up to {peak} per device; "
-        f"rows of {rows}"
+        f"including {format_seconds(expected.coupling_s)} for parameters of all devices, up to {peak} per device"
+        f"{nested}; rows of {rows}"
     )
 
 

@@ -211,6 +211,8 @@ class LengthPrediction:
         coupling_s: seconds to gather, reduce and update parameters, once in a step whose groups differ.
         group_share: the share of steps that run with different groups.
         group_step_s: the mean time of these steps, in seconds.
+        nests: whether a device may be in several groups of a step, one after the other.
+        nested_share: the share of steps in which some device is.
     """
 
     lengths: str = ""
@@ -226,6 +228,8 @@ class LengthPrediction:
     group_share: float = 0.0
     group_step_s: float = 0.0
     static: RowCost = RowCost()
+    nests: bool = False
+    nested_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,11 @@ Each group's plan comes from the same search as any plan, for one row on d devic
 parameters, gradients and optimizer state of the plan for all devices (the global plan).  Groups may also run rows of
 lengths in between, which need less padding, by the same decisions (`autopar.balance.group_kinds`).
 
+A device may also be in several groups of a step, whose rows it computes one after the other
+(`autopar.balance.nested_groups`), if there is memory for the parts of parameters and gradients that all kinds of groups
+have.  Kinds that shard a parameter alike share its part.  With pipeline stages this is not planned: the time to fill
+and drain them would come with every kind.
+
 Once a step all devices unshard the parameters from where the global plan stores them, and reduce the gradients to
 there.  `coupling_seconds` predicts the time of this and of the optimizer.
 
@@ -21,11 +26,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
+from autopar.lower.groups.group_program import part_layouts
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.stage_map import StageMap
@@ -43,7 +50,15 @@ from autopar.step.prices import Prices, reshard_calls
 from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec
 
-__all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
+__all__ = [
+    "GroupKind",
+    "PlannedGroups",
+    "coupling_seconds",
+    "nested_peak_bytes",
+    "part_bytes",
+    "plan_groups",
+    "why_no_groups",
+]
 
 _KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that also hold for groups, which have the same stages
 _MOST_TRIES = 4  # searches, each with a lower memory limit for one row, until all rows in flight fit
@@ -53,11 +68,26 @@ _MOST_SEARCHES = 6  # groups of 32 devices down to 1; rows of other lengths reus
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """The plans of groups, the predicted costs of their rows, and the seconds a step adds for coupling the groups."""
+    """The plans of groups, the predicted costs of their rows, the seconds a step adds for coupling the groups, and
+    whether a device may be in several of them.
+    """
 
     plans: tuple[GroupPlan, ...] = ()
     rows: tuple[GroupRow, ...] = ()
     coupling_s: float = 0.0
+    nests: bool = False
+
+
+Parts = Mapping[tuple[str, object], float]
+"""Name of a parameter, and how a group shards it -> bytes of this part and of its gradient on a device."""
+
+
+class GroupKind(NamedTuple):
+    """A kind of group: the cost of a row, its plan, and what it holds of parameters."""
+
+    row: GroupRow
+    plan: Plan
+    parts: Parts
 
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
@@ -98,14 +128,37 @@ def plan_groups(
     searched = planner.search(_largest_degree(plan.group_size, share))
     if not searched:
         return PlannedGroups()
-    known = dict(searched)
+    known = {kind.row: kind for kind in searched}
     chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches)
-    made = [(row, known[row]) if row in known else planner.cut(row, searched) for row in chosen]
-    rows, plans = zip(*filter(None, made), strict=True)
-    if len(rows) < 2:
+    tried = [known[row] if row in known else planner.cut(row, searched) for row in chosen]
+    made = [kind for kind in tried if kind is not None]
+    if len(made) < 2:
         return PlannedGroups()
-    groups = tuple(GroupPlan(row.tokens, own.decisions) for row, own in zip(rows, plans, strict=True))
-    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.group_request.training))
+    groups = tuple(GroupPlan(kind.row.tokens, kind.plan.decisions) for kind in made)
+    coupling_s = coupling_seconds(program, plan, prices, planner.group_request.training)
+    return PlannedGroups(groups, tuple(kind.row for kind in made), coupling_s, planner.can_nest(made))
+
+
+def part_bytes(one: Program, found: Plan, training: TrainingSpec) -> Parts:
+    """What `autopar.lower.groups.group_parts` holds for a group that runs the plan `found` of a row."""
+    mesh, layouts = part_layouts(one, found)
+    values = {name: value for value, name in one.parameters.items()}
+    parts: dict[tuple[str, object], float] = {}
+    for name, layout in layouts.items():
+        kept = one.values[values[name]]
+        itemsize = training.storage_itemsize(kept.type.dtype)
+        itemsize += training.gradient_itemsize(kept.type.dtype) if kept.requires_grad else 0
+        steps = reshard((BROADCAST,) * len(mesh), layout, mesh)
+        parts[name, steps] = math.prod(local_shape(kept.type.shape, layout, mesh)) * itemsize
+    return parts
+
+
+def nested_peak_bytes(kinds: Sequence[GroupKind]) -> float:
+    """Peak bytes of a device that is in a group of each kind, one after the other, without what the plan for all
+    devices keeps: parts that kinds share are there once.
+    """
+    held_bytes = sum({part: num_bytes for kind in kinds for part, num_bytes in kind.parts.items()}.values())
+    return held_bytes + max(kind.plan.peak_memory_bytes - sum(kind.parts.values()) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -120,41 +173,47 @@ class _GroupPlanner:
     request: SearchRequest
     time_layers: Callable[[Program, Plan], Prices] | None
 
-    def search(self, degree: int) -> list[tuple[GroupRow, Plan]]:
+    def can_nest(self, kinds: Sequence[GroupKind]) -> bool:
+        """Whether a device has memory to be in a group of each kind in one step."""
+        limit = self.group_request.memory_limit_bytes
+        assert limit is not None
+        return not self.plan.stages and nested_peak_bytes(kinds) * (1 + self.group_request.memory_error) <= limit
+
+    def search(self, degree: int) -> list[GroupKind]:
         """Plans for groups of `degree` devices with the longest rows, of half as many with rows half as long, and on.
 
         Starts with more devices where `degree` devices don't have enough memory for the longest rows.
         """
-        plans: list[tuple[GroupRow, Plan]] = []
+        kinds: list[GroupKind] = []
         tokens = self.plan.prediction.row.tokens
-        while degree and len(plans) < _MOST_SEARCHES:
+        while degree and len(kinds) < _MOST_SEARCHES:
             try:
                 one = self._traced(tokens)
                 best = self._best(one, degree)
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
-                if plans:
+                if kinds:
                     break  # smaller groups are optional: the largest takes sequences of any length
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            plans.append((self._row(one, best), best))
+            kinds.append(GroupKind(self._row(one, best), best, part_bytes(one, best, self.group_request.training)))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
-        return plans
+        return kinds
 
-    def cut(self, row: GroupRow, searched: Sequence[tuple[GroupRow, Plan]]) -> tuple[GroupRow, Plan] | None:
+    def cut(self, row: GroupRow, searched: Sequence[GroupKind]) -> GroupKind | None:
         """`row` by the decisions of a searched plan: of as many devices, with the shortest rows that are as long as
         `row` or longer.  None: these decisions can't run it, or it does not fit in memory.
         """
-        base = min((each for each in searched if each[0].degree == row.degree and each[0].tokens >= row.tokens),
-                   key=lambda each: each[0].tokens)[1]  # fmt: skip
+        longer = (each for each in searched if each.row.degree == row.degree and each.row.tokens >= row.tokens)
+        base = min(longer, key=lambda each: each.row.tokens).plan
         with suppress(ExampleInputsError, TraceError):
             one = self._traced(row.tokens)
-            plan = reuse_plan(base, 1, one, self.prices, self.group_request)
-            if plan is not None and self._excess_bytes(one, plan) <= 0:
-                return self._row(one, plan), plan
+            reused = reuse_plan(base, 1, one, self.prices, self.group_request)
+            if reused is not None and self._excess_bytes(one, reused) <= 0:
+                return GroupKind(self._row(one, reused), reused, part_bytes(one, reused, self.group_request.training))
         return None
 
     def _best(self, one: Program, degree: int) -> Plan:

@@ -158,7 +158,9 @@ class FamilyPlanner:
         else:
             own = as_decided(program, first.decisions)
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
-            with_groups = expected_step([first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s)
+            with_groups = expected_step(
+                [first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s, nests=groups.nests
+            )
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
             else:

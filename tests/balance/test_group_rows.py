@@ -39,8 +39,8 @@ def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int) -> None
         assert sorted(itertools.chain(*itertools.chain(*rows))) == list(range(len(lengths)))
         assert found.bound_s <= found.largest_s * (1 + 1e-12)
         assert found.step_time_s == pytest.approx(3.0 + found.work_s.max(initial=0.0))
-        ranks = [found.group_of(rank) for rank in range(devices)]
-        assert ranks == [group for group, degree in enumerate(found.degrees) for _ in range(degree)]
+        ranks = [found.groups_of(rank) for rank in range(devices)]
+        assert ranks == [[group] for group, degree in enumerate(found.degrees) for _ in range(degree)]
 
 
 def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
@@ -49,6 +49,55 @@ def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
     assert found.degrees[0] == 4
     assert [row for row in found.rows_of(0) if row] == [[0]]
     assert found.largest_s == pytest.approx(16.5 + 0.01 * 64**2)  # nobody is done later than it
+
+
+@pytest.mark.parametrize("devices", [4, 8, 16])
+def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_is_said(devices: int) -> None:
+    random = np.random.default_rng(devices)
+    faster = 0
+    for _ in range(40):
+        lengths = random.integers(1, 1 + random.choice([16, 32, 64]), random.integers(1, 40))
+        alone, found = (assign_groups(KINDS, 3.0, devices, lengths, nests=nests) for nests in (False, True))
+        if found is None or not found.starts:
+            assert (alone is None) == (found is None)
+            continue
+        assert alone is not None
+        faster += found.step_time_s < 0.98 * alone.step_time_s
+        assert found.step_time_s < alone.step_time_s
+        assert found.bound_s <= found.largest_s * (1 + 1e-12)
+        assert len({kind.tokens for kind in found.unlike}) > 1
+        load_s = np.zeros(devices)
+        for group, (kind, start) in enumerate(zip(found.unlike, found.starts, strict=True)):
+            assert (found.degrees[group], start % kind.degree) == (kind.degree, 0)
+            rows = [row for row in found.rows_of(group) if row]
+            assert rows
+            assert all(sum(lengths[index] for index in row) <= kind.tokens for row in rows)
+            pairs = sum(float(lengths[index]) ** 2 for row in rows for index in row)
+            work_s = len(rows) * kind.row_s + kind.pair_s * pairs
+            assert found.work_s[group] == pytest.approx(work_s)
+            load_s[start : start + kind.degree] += work_s
+        assert found.load_s == pytest.approx(load_s)
+        assert found.step_time_s == pytest.approx(3.0 + load_s.max())
+        rows = [found.rows_of(group) for group in range(len(found.degrees))]
+        assert sorted(itertools.chain(*itertools.chain(*rows))) == list(range(len(lengths)))
+        for rank in range(devices):
+            own = found.groups_of(rank)
+            assert own == [g for g, s in enumerate(found.starts) if s <= rank < s + found.degrees[g]]
+            order = [(found.degrees[group], found.unlike[group].tokens) for group in own]
+            assert order == sorted(order, reverse=True)  # the order in which ranks run them
+    assert faster
+
+
+def test_devices_share_a_long_sequence_and_go_on_alone() -> None:
+    kinds = (GroupRow(2, 16, 2.0, 0.0), GroupRow(1, 8, 1.0, 0.0))
+    lengths = np.array([16, *[8] * 8])
+    alone, found = (assign_groups(kinds, 0.0, 4, lengths, nests=nests) for nests in (False, True))
+    assert alone is not None
+    assert found is not None
+    assert (alone.largest_s, found.largest_s) == (4.0, 3.0)
+    assert found.starts[0] == 0
+    assert found.runs_as == "groups of 1 x 2 (16), then 4 x 1 (8)"
+    assert (found.mean_s, found.imbalance) == (3.0, 1.0)
 
 
 def test_rows_of_more_lengths_are_had_if_batches_use_them() -> None:

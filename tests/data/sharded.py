@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.placement import shard
+from autopar.program import Program
 from autopar.step.data_split import DataSplit
 
 
@@ -54,6 +55,8 @@ class FakeModel:
         split = DataSplit((communicator.world_size,), (shard(0),))
         example = ((torch.zeros(2),), {})
         self.call_inputs = CallInputs(lambda *_: FakeCall(), communicator, split, example if is_local else None)
+        source = Program(values={}, layers=(), inputs=("position_ids",), parameters={}, aliases={}, outputs=())
+        self.program = SimpleNamespace(source=source)
         self.data_rank = communicator.rank
         self.data_parallel_size = communicator.world_size
 

@@ -273,14 +273,15 @@ def rows_of_tokens(rows: int, tokens: int, packs: bool = True) -> dict[str, Tens
 
 
 def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable[[Communicator], Any], world: int,
-                         packs: bool = True) -> list[Any]:  # fmt: skip
+                         packs: bool = True, *, by_index: bool = False) -> list[Any]:  # fmt: skip
     """The batch of all documents gives the loss and gradients of each alone; returns what ranks loaded."""
     alone = run_single(Alone(model, documents), {"x": torch.zeros(1)}, 1, in_double=True)
 
     def rank(talk: Communicator) -> Any:
         made = begin(talk)
         loader = DataLoader(documents, batch_size=len(documents))
-        (batch,) = autopar.balanced(loader, made, length=size, packs=packs, shifts="labels")
+        said: dict[str, Any] = {"length_index": documents.lengths} if by_index else {"length": size}
+        (batch,) = autopar.balanced(loader, made, packs=packs, shifts="labels", **said)
         loss = loss_of(made(**batch))
         loss.backward()
         return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()}, batch

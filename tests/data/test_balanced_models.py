@@ -16,12 +16,15 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 import autopar
 from autopar.balance import Clip
 from autopar.data.packed_rows import RowPacking
+from autopar.data.sequence_separation import check_separation
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import call_inputs
+from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
+from tests.data.test_balanced import small_llama
 from tests.lower.runs import build, loss_of
 from tests.zoo import quick_prices
 
@@ -183,3 +186,33 @@ def test_clips_say_how_many_tokens_they_have() -> None:
     drawn = autopar.planning.length_plans.read_distribution(clips)
     assert drawn is not None
     np.testing.assert_array_equal(drawn.tokens, lengths.tokens)
+
+
+def test_models_that_mix_packed_sequences_are_refused() -> None:
+    position_ids = torch.arange(TOKENS).expand(2, -1)
+    ids = torch.zeros_like(position_ids)
+    packed, masked = {"input_ids": ids, "labels": ids, "position_ids": position_ids}, {"input_ids": ids, "labels": ids}
+
+    def program(model: nn.Module, example: dict[str, Tensor]) -> Program:
+        return autopar.api.trace_model(model, example).program
+
+    caching = small_llama()
+    caching.config.use_cache = True
+    check_separation(program(small_llama(), packed))
+    with pytest.raises(LoaderError, match="use_cache = False"):
+        check_separation(program(caching, packed))
+    with pytest.raises(LoaderError, match="in a packed row sequences would attend to each other"):
+        check_separation(program(bert(), packed))
+    with pytest.raises(
+        LoaderError, match=r"have none \(only input_ids, labels\), so nothing keeps the sequences of a row apart"
+    ):
+        check_separation(program(bert(), masked))
+
+
+def test_masks_of_tokenizers_are_left_out() -> None:
+    packing = RowPacking({"input_ids": 0}, "", "attention_mask")
+    sample = {"input_ids": [5, 6], "attention_mask": [1, 1]}
+    made = packing.rows([[sample]], 4, sample)
+    assert (made["input_ids"].tolist(), made["attention_mask"].tolist()) == ([[5, 6, 0, 0]], [[1, 1, 0, 0]])
+    with pytest.raises(LoaderError, match="a sample is padded already"):
+        packing.rows([[sample | {"attention_mask": [1, 0]}]], 4, sample)

@@ -36,3 +36,25 @@ def test_a_loader_shares_a_batch_out_among_groups() -> None:
         assert all(torch.equal(x, batches[1][name]) for name, x in batches[0].items())
         ids = torch.cat([batches[rank]["input_ids"].flatten() for rank in (0, 2, 3)])
         assert {n: int((ids == n + 1).sum()) for n in range(len(lengths))} == dict(enumerate(lengths))
+
+
+def test_a_loader_gives_a_rank_rows_of_several_groups() -> None:
+    found = family(small_llama(), 4, [(2, "sequence=2"), (1, "")], "data=4 zero=3")
+    # Two ranks are done with the long one when all others are with two rows, and with another row when these are.
+    groups = (GroupRow(2, 16, 2.0, 0.0), GroupRow(1, 8, 1.0, 0.0))
+    row = replace(found.plan.prediction.row, step_s=100.0)
+    expected = LengthPrediction(plans=(LengthPlan(row),), groups=groups, coupling_s=0.5, nests=True)
+    plan = replace(found.plan, prediction=replace(found.plan.prediction, lengths=expected))
+    found = replace(found, plan=plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+    def begin(talk: Communicator) -> Any:
+        return found.build(talk)
+
+    lengths = [16, *[8] * 8]
+    for by_index in (True, False):
+        batches = check_equal_to_alone(found.model, Documents(lengths), begin, 4, by_index=by_index)
+        for rank, batch in enumerate(batches):
+            rows = [16, 8] if rank < 2 else [8, 8, 8]
+            assert [len(x) for x in batch["input_ids"].unbind()] == rows
+            assert batch["input_ids"].is_nested == (rank < 2)

@@ -65,9 +65,9 @@ class Coupling:
             yield from zip(layer.names, layer.finish_gather(layer.current(), own), strict=True)
 
     @torch.no_grad()
-    def reduce(self, term_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def reduce(self, term_of: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
         """The gradients of trained parameters, as they are stored: sums over all ranks of `term_of` their names, which
-        are whole; while those of a layer are reduced, the next one's terms are made.
+        are whole, and zeros where it is None; while those of a layer are reduced, the next one's terms are made.
         """
         trained = self.trained
         gradients: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ class Coupling:
             gradients.update({name: _as_stored(x, trained[name]) for name, x in pairs if x is not None})
 
         for layer in reversed(self._layers):
-            terms = [term_of(name) if name in trained else None for name in layer.names]
+            terms = [self._term(term_of(name), name) if name in trained else None for name in layer.names]
             reduction = layer.start_reduce(terms)
             if under_way:
                 finish()
@@ -94,6 +94,12 @@ class Coupling:
                     exchanged_sum(self._communicator, self._stages, own, groups), trained[name]
                 )
         return gradients
+
+    def _term(self, term: Tensor | None, name: str) -> Tensor:
+        if term is not None:
+            return term
+        stored = self._store.stored[name]
+        return torch.zeros(stored.shape, dtype=stored.dtype, device=self._communicator.device)
 
 
 def _as_stored(gradient: Tensor, parameter: nn.Parameter) -> Tensor:

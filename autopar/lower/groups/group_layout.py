@@ -1,13 +1,13 @@
-"""Which ranks form a group in a step: read from the lengths of the rows that they pass."""
+"""Which ranks form groups in a step: read from the lengths of the rows that they pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.errors import InputShapeError
 
-__all__ = ["Group", "read_groups"]
+__all__ = ["Group", "check_lengths", "count_rows", "read_groups"]
 
 
 class Group(NamedTuple):
@@ -29,46 +29,63 @@ class Group(NamedTuple):
         return tuple(stage * self.ranks_of_stage + rank for stage in range(self.stages) for rank in own)
 
 
-def read_groups(tokens: Sequence[int], degrees: Mapping[int, int], stages: int = 1) -> tuple[Group, ...]:
-    """The groups of a step, by the place of their ranks among those of a stage.
+def read_groups(
+    rows: Sequence[Sequence[int]], degrees: Mapping[int, int], stages: int = 1
+) -> dict[int, tuple[Group, ...]]:
+    """Tokens of a row -> the groups of a step that compute such rows, in the order of `degrees`.
 
     A group begins at a multiple of its degree.  So along an axis of a plan for so many devices it has the members that
-    the axis has among all ranks, and needs no process groups of its own.
+    the axis has among all ranks, and needs no process groups of its own.  A rank may be in several groups.
 
     Args:
-        tokens: of the rows that each rank passes.
+        rows: of each rank, how many rows it passes of each of these lengths.
         degrees: tokens of rows -> how many ranks of each stage compute them together.
         stages: number of pipeline stages, of equally many ranks each.
 
     Raises:
-        InputShapeError: no plan has such rows, too few neighbors pass them, or the ranks of another stage pass others.
+        InputShapeError: too few neighbors pass the same number of rows, or the ranks of another stage pass others.
     """
-    ranks_of_stage = len(tokens) // stages
-    for rank, length in enumerate(tokens):
-        if length != tokens[rank % ranks_of_stage]:
-            first = rank % ranks_of_stage
+    ranks_of_stage = len(rows) // stages
+    for rank, counts in enumerate(rows):
+        first = rank % ranks_of_stage
+        if counts != rows[first]:
             raise InputShapeError(
                 f"ranks {first} and {rank} have the same place in their pipeline stages, and pass the same rows, but "
-                f"theirs have {tokens[first]} and {length} tokens: pass the batches that autopar.balanced gives"
+                f"of {_listed(degrees)} tokens they pass {list(rows[first])} and {list(counts)}: pass the batches that "
+                "autopar.balanced gives"
             )
-    groups: list[Group] = []
-    rank = 0
-    while rank < ranks_of_stage:
-        length = tokens[rank]
+    found: dict[int, tuple[Group, ...]] = {}
+    for kind, (tokens, degree) in enumerate(degrees.items()):
+        groups: list[Group] = []
+        for start in range(0, ranks_of_stage, degree):
+            own = [counts[kind] for counts in rows[start : min(start + degree, ranks_of_stage)]]
+            if own != own[:1] * degree and any(own):
+                raise InputShapeError(
+                    f"rows of {tokens} tokens are computed by groups of {degree} ranks, which begin at a multiple of "
+                    f"{degree} and pass the same rows, but ranks {start} to {start + len(own) - 1} pass {own} of them: "
+                    "pass the batches that autopar.balanced gives, with the same loader on every rank"
+                )
+            if any(own):
+                groups.append(Group(start, degree, stages, ranks_of_stage))
+        found[tokens] = tuple(groups)
+    return found
+
+
+def count_rows(tokens: Sequence[int], degrees: Mapping[int, int]) -> list[int]:
+    """How many rows have each of the lengths that groups have; those of other lengths are left out."""
+    return [sum(each == length for each in tokens) for length in degrees]
+
+
+def check_lengths(tokens: Sequence[int], degrees: Mapping[int, int]) -> None:
+    """Raise InputShapeError, on every rank, unless groups have rows of the `tokens` that each rank passes."""
+    for rank, length in enumerate(tokens):
         if length not in degrees:
             raise InputShapeError(
                 f"ranks pass rows of unlike lengths, and rank {rank} passes rows of {length} tokens, but the plan's "
-                f"groups of devices have rows of {', '.join(map(str, sorted(degrees)))}: pass the batches that "
-                "autopar.balanced gives, or pad to one length that all ranks share"
+                f"groups of devices have rows of {_listed(sorted(degrees))}: pass the batches that autopar.balanced "
+                "gives, or pad to one length that all ranks share"
             )
-        group = Group(rank, degrees[length], stages, ranks_of_stage)
-        own = list(tokens[rank : min(rank + group.degree, ranks_of_stage)])
-        if rank % group.degree or own != [length] * group.degree:
-            raise InputShapeError(
-                f"rows of {length} tokens are computed by groups of {group.degree} ranks, which begin at a multiple of "
-                f"{group.degree} and pass the same rows, but ranks {rank} to {rank + len(own) - 1} pass rows of {own} "
-                "tokens: pass the batches that autopar.balanced gives"
-            )
-        groups.append(group)
-        rank += group.degree
-    return tuple(groups)
+
+
+def _listed(lengths: Iterable[int]) -> str:
+    return ", ".join(map(str, lengths))

@@ -5,14 +5,13 @@ With pipeline stages each row is a microbatch, so that stages compute different 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.reshard_ops import apply_backward, apply_forward
 from autopar.lower.groups.target_count import count_targets, counting_ops
 from autopar.lower.kernels.random import derive_seed
 from autopar.lower.parameters.skeleton import copy_skeleton
@@ -22,20 +21,36 @@ from autopar.lower.run.lowering import Executable
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner
-from autopar.placement import BROADCAST, refine_mesh, reshard
+from autopar.placement import BROADCAST, Layout, Step, refine_mesh, reshard
+from autopar.plan import Plan
+from autopar.program import Program
 from autopar.step.actions import StepActions
 
-__all__ = ["GroupProgram"]
+__all__ = ["Gradients", "GroupProgram", "part_layouts"]
+
+Gradients = dict[tuple[str, tuple[Step, ...]], Tensor]
+"""Name of a parameter, and how a group's part of it is made of the whole -> the part's gradient."""
+
+
+def part_layouts(program: Program, plan: Plan) -> tuple[tuple[int, ...], dict[str, Layout]]:
+    """The mesh of a group with this plan, and name of a parameter -> how it is laid out there for a step.
+
+    What is not cut is there for gradients that are terms, as ranks of a group are added up with all others.
+    """
+    mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    stored = storage_layouts(program, plan, mesh)
+    return mesh, {name: tuple(p if p.is_shard else BROADCAST for p in layout) for name, layout in stored.items()}
 
 
 class GroupProgram:
     """Rows on the ranks of a group, by a plan of one row for so many devices.
 
-    Parameters are here for a step only: `fill` takes them, and `take_term` gives their gradients back.
+    Parameters are here for a step only: `GroupParts` gives them, and takes their gradients.
 
     Attributes:
         executable: what runs.
         executor: runs it.
+        parts: name of a parameter -> the steps that make this group's part of it of the whole.
     """
 
     def __init__(
@@ -54,14 +69,10 @@ class GroupProgram:
         self.executable = executable
         self._communicator = communicator
         self._counting = counting_ops(program)
-        mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+        mesh, by_name = part_layouts(program, plan)
         whole = (BROADCAST,) * len(mesh)
-        # What is not cut is stored for gradients that are terms, as ranks of a group are added up with all others.
-        layouts = {
-            store.first_name.get(name, name): tuple(p if p.is_shard else BROADCAST for p in layout)
-            for name, layout in storage_layouts(program, plan, mesh).items()
-        }
-        self._parts = {
+        layouts = {store.first_name.get(name, name): layout for name, layout in by_name.items()}
+        self.parts = {
             name: reshard(whole, layout, mesh)
             for name, layout in layouts.items()
             if stages.group in store.stored[name].groups
@@ -76,7 +87,6 @@ class GroupProgram:
         self._names: dict[str, list[str]] = {}
         for name, first in store.first_name.items():
             self._names.setdefault(first, []).append(name)
-        self._gradients: dict[str, Tensor] = {}
         self._actions: dict[int, StepActions] = {}  # by rows of a step, with stages
 
     @property
@@ -89,28 +99,24 @@ class GroupProgram:
         names = self.executable.program.inputs
         return count_targets(self.executable.program, self._counting, dict(zip(names, tensors, strict=True)))
 
-    @torch.no_grad()
-    def fill(self, whole: Iterable[tuple[str, Tensor]], trained: frozenset[str]) -> None:
-        """Take this rank's parts of the parameters, which come whole, and compute what is hoisted, for a step."""
-        for name, tensor in whole:
-            part = apply_forward(tensor, self._parts.get(name, ()), self._communicator)
-            self._put(name, nn.Parameter(part, requires_grad=name in trained))
-        self.executor.begin_step()
-
-    def run(self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int) -> Tensor | None:
+    def run(
+        self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int, gradients: Gradients
+    ) -> Tensor | None:
         """The sum of the losses of rows times their weights, whole on all ranks of the group (with stages on those of
-        the last one, elsewhere None); keeps their gradients for `take_term`.
+        the last one, elsewhere None); adds their gradients to `gradients`.
         """
         if self.executor.stages.is_pipeline:
-            return self._run_stages(rows, weights, seed)
+            return self._run_stages(rows, weights, seed, gradients)
         losses = [
-            self._run_row(tensors, weight, derive_seed(seed, number))
+            self._run_row(tensors, weight, derive_seed(seed, number), gradients)
             for number, (tensors, weight) in enumerate(zip(rows, weights, strict=True))
         ]
         return torch.stack(losses).sum()
 
     @torch.enable_grad()
-    def _run_stages(self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int) -> Tensor | None:
+    def _run_stages(
+        self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int, gradients: Gradients
+    ) -> Tensor | None:
         executor, name = self.executor, self.executable.program.loss
         actions = self._actions.setdefault(len(rows), executor.row_actions(len(rows)))
         step = StepRunner(executor, actions, [executor.take_parts(row) for row in rows], seed)
@@ -121,7 +127,8 @@ class GroupProgram:
         step.values.expect({name: one}, weights=weights)
         step.run(FORWARD | BACKWARD)
         step.end()
-        self._gradients = {self._store.first_name.get(n, n): x for n, x in step.gradients().items()}
+        for each, gradient in step.gradients().items():
+            self._add(self._store.first_name.get(each, each), gradient, gradients)
         if executor.stages.group_of(name) != executor.stages.group:
             return None
         losses = [
@@ -129,34 +136,30 @@ class GroupProgram:
         ]
         return torch.stack(losses).sum()
 
-    def _run_row(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
+    def _run_row(self, tensors: Sequence[Tensor], weight: float, seed: int, gradients: Gradients) -> Tensor:
         executor, loss_name = self.executor, self.executable.program.loss
         with torch.enable_grad():
             values = run_step(executor, executor.take_parts(tensors), seed)
             loss = executor.make_output(loss_name, values[loss_name]) * weight
         values.clear()
-        trained = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
+        trained = {name: p for name in self.parts if (p := self._module.get_parameter(name)).requires_grad}
         computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) if trained else ()
         for name, gradient in zip(trained, computed, strict=True):
-            total = self._gradients.get(name)
-            self._gradients[name] = gradient if total is None else total.add_(gradient)
+            self._add(name, gradient, gradients)
         return loss.detach().double()
 
+    def _add(self, name: str, gradient: Tensor, gradients: Gradients) -> None:
+        key = name, self.parts[name]
+        total = gradients.get(key)
+        gradients[key] = gradient if total is None else total.add_(gradient)
+
     def free(self) -> None:
-        """Give the parameters up; their gradients stay."""
-        for name in self._parts:
-            self._put(name, _empty(name, self._module.get_parameter(name)))
+        """Give the parameters up."""
+        for name in self.parts:
+            self.put(name, _empty(name, self._module.get_parameter(name)))
 
-    @torch.no_grad()
-    def take_term(self, name: str) -> Tensor:
-        """This rank's term of the gradient of a parameter, whole, which can be taken once."""
-        gradient = self._gradients.pop(name, None)
-        if gradient is None:
-            stored = self._store.stored[name]
-            return torch.zeros(stored.shape, dtype=stored.dtype, device=self._communicator.device)
-        return apply_backward(gradient, self._parts[name], self._communicator)
-
-    def _put(self, name: str, parameter: nn.Parameter) -> None:
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """Have this part of a parameter for a step."""
         for each in self._names[name]:
             table, last = self._store.slot(each)
             table[last] = parameter

@@ -1,12 +1,16 @@
-"""Steps of unlike groups: all ranks gather parameters, each group computes its own rows, all ranks reduce gradients."""
+"""Steps of unlike groups: all ranks gather parameters, each group computes its own rows, all ranks reduce gradients.
+
+A rank may be in several groups, of which one contains the other.  All ranks go through the lengths of rows in one
+order, those of larger groups first.  So any two groups come in one order on all of their ranks, and no rank waits for
+another that waits for it.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +20,8 @@ from autopar.errors import InputShapeError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.digests import digest_of
 from autopar.lower.groups.coupling import Coupling
-from autopar.lower.groups.group_layout import Group, read_groups
+from autopar.lower.groups.group_layout import Group, check_lengths, count_rows, read_groups
+from autopar.lower.groups.group_parts import GroupParts
 from autopar.lower.groups.group_program import GroupProgram
 from autopar.lower.kernels.random import agree_base_seed, derive_seed
 from autopar.lower.run.call_inputs import Call, CallInputs, LocalRows
@@ -35,32 +40,29 @@ class _Row(NamedTuple):
     targets: float
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What the group of this rank computes in a step."""
+class _Part(NamedTuple):
+    """The rows of one length that this rank computes, with the other ranks of a group."""
 
     group: Group
     program: GroupProgram
     rows: tuple[_Row, ...]
-    numbers: tuple[int, int]  # what ranks compare: a digest of the rows, and the bits of the sum of targets
 
-    @classmethod
-    def of(cls, group: Group, program: GroupProgram, opened: LocalRows, device: torch.device) -> _Share:
-        calls = (opened.row(number) for number in range(opened.rows))
-        tensors = [[x.to(device) for x in program.executable.read_inputs(*call)] for call in calls]
-        rows = tuple(_Row(own, program.count_targets(own)) for own in tensors)
-        digest = zlib.crc32(repr([int(digest_of(x)) for own in tensors for x in own]).encode())
-        return cls(group, program, rows, (digest, _bits(sum(row.targets for row in rows))))
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """What ranks compare: a digest of the rows, and the bits of the sum of targets."""
+        digest = zlib.crc32(repr([int(digest_of(x)) for row in self.rows for x in row.tensors]).encode())
+        return digest, _bits(sum(row.targets for row in self.rows))
 
 
 class GroupSteps:
     """Runs the training steps in which ranks pass rows of unlike lengths.
 
-    The length of the rows that a rank passes says which plan its group runs.  Loss and gradients are those of all rows
-    of all groups: the number of targets that count is known before the step, and each row counts by its share of it.
+    The lengths of the rows that a rank passes say which groups it is in, and which plans they run.  Loss and gradients
+    are those of all rows of all groups: the number of targets that count is known before the step, and each row counts
+    by its share of it.
 
     Attributes:
-        last: what this rank's group ran in the last such step, for whoever measures.
+        last: what the first row of this rank ran in the last such step, or would have, for whoever measures.
     """
 
     last: Executor | None = None
@@ -82,7 +84,8 @@ class GroupSteps:
             compile_layers: as in `Executor`.
         """
         self._first = first
-        self._degrees = dict(degrees)
+        self._given = tuple(degrees)
+        self._degrees = dict(sorted(degrees.items(), key=lambda each: (-each[1], -each[0])))
         self._executables = executables
         self._compile_layers = compile_layers
         self._coupling: Coupling | None = None
@@ -104,64 +107,74 @@ class GroupSteps:
         opened, groups = self._read(kind, inputs, call)
         if not groups:
             return None
-        self._lower(kind, call, (opened.rows, opened.tokens))
-        own = next(group for group in groups if self._first.communicator.rank in group.ranks)
-        program = self._programs[opened.tokens]
-        shares: list[_Share] = []
+        self._lower(kind, opened, call)
+        parts: list[_Part] = []
 
         def find() -> Sequence[int]:
-            shares.append(_Share.of(own, program, opened, self._first.communicator.device))
-            return shares[0].numbers
+            parts.extend(self._parts(groups, opened))
+            own = {part.program: part.numbers for part in parts}
+            return [number for program in self._programs.values() for number in own.get(program, (0, 0))]
 
         known = inputs.numbers_of_ranks(f"the rows of groups in {kind}", find)
-        _check_rows(groups, [digest for digest, _ in known])
-        total = sum(_number(known[group.start][1]) for group in groups)
+        total = 0.0
+        for place, own in enumerate(groups.values()):
+            _check_rows(own, [numbers[2 * place] for numbers in known])
+            total += sum(_number(known[group.start][2 * place + 1]) for group in own)
+        self.last = self._programs[opened.row_tokens[0]].executor
         calls = self._first.communicator.calls
         if calls is None:
-            return self._compute(shares[0], total)
+            return self._compute(parts, total)
         with calls.failing():
-            outputs = self._compute(shares[0], total)
+            outputs = self._compute(parts, total)
         calls.watch_backward(outputs)
         return outputs
 
-    def _read(self, kind: str, inputs: CallInputs, call: Call) -> tuple[LocalRows, tuple[Group, ...]]:
-        """This rank's rows, and the groups by what all ranks pass: none if all pass rows of one length."""
+    def _read(self, kind: str, inputs: CallInputs, call: Call) -> tuple[LocalRows, Mapping[int, Sequence[Group]]]:
+        """This rank's rows, and the groups of each length of rows: none if all ranks pass rows of one length."""
         opened: list[LocalRows] = []
 
         def find() -> Sequence[int]:
-            opened.append(inputs.open(*call))
-            return opened[0].tokens, opened[0].rows, zlib.crc32(opened[0].form_of_rows().encode())
+            rows = inputs.open(*call)
+            opened.append(rows)
+            other = next((tokens for tokens in rows.row_tokens if tokens not in self._degrees), rows.row_tokens[0])
+            form = zlib.crc32(rows.form_of_rows().encode())
+            counts = count_rows(rows.row_tokens[: rows.rows], self._degrees)
+            return other, form, rows.is_jagged, *counts
 
         known = inputs.numbers_of_ranks(f"the lengths of rows in {kind}", find)
-        if all(tokens == known[0][0] for tokens, _, _ in known):
-            return opened[0], ()
-        stages = self._first.executable.plan.num_groups
-        groups = read_groups([tokens for tokens, _, _ in known], self._degrees, stages)
-        for rank, (_, _, form) in enumerate(known):
-            if form != known[0][2]:
+        tokens = [numbers[0] for numbers in known]
+        if len(set(tokens)) == 1 and not any(is_jagged for _, _, is_jagged, *_ in known):
+            return opened[0], {}
+        check_lengths(tokens, self._degrees)
+        for rank, (_, form, *_) in enumerate(known):
+            if form != known[0][1]:
                 raise InputShapeError(
                     f"ranks 0 and {rank} pass inputs of other names, dtypes or dims, not only rows of other lengths "
                     f"(rank {self._first.communicator.rank}: {opened[0].form_of_rows()}): pass the same entries "
                     "everywhere"
                 )
-        _check_rows(groups, [rows for _, rows, _ in known])
-        return opened[0], groups
+        stages = self._first.executable.plan.num_groups
+        return opened[0], read_groups([counts for _, _, _, *counts in known], self._degrees, stages)
 
-    def _lower(self, kind: str, call: Call, size: tuple[int, int]) -> None:
+    def _lower(self, kind: str, opened: LocalRows, call: Call) -> None:
         """Make what groups run, of every degree on every rank, when it is first needed."""
         if self._programs:
             return
         first = self._first
+        size = (opened.rows, opened.row_tokens[0])
+        if opened.is_jagged:
+            size, call = (1, size[1]), opened.row(0)
 
         def make() -> None:
             made = self._executables(*call, size)
             self._coupling = Coupling(first.executable.program, first.store, first.communicator, first.stages)
-            self._programs = {
+            programs = {
                 tokens: GroupProgram(
                     each, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
                 )
-                for tokens, each in zip(self._degrees, made, strict=True)
+                for tokens, each in zip(self._given, made, strict=True)
             }
+            self._programs = {tokens: programs[tokens] for tokens in self._degrees}
 
         calls = first.communicator.calls
         if calls is None:
@@ -169,23 +182,37 @@ class GroupSteps:
         else:
             calls.enter(f"{PLANNING}groups in {kind}", lambda: (make(), ()), ())
 
-    def _compute(self, share: _Share, total: float) -> list[Tensor | None]:
-        coupling, talk, program = self._coupling, self._first.communicator, share.program
-        self.last = program.executor
+    def _parts(self, groups: Mapping[int, Sequence[Group]], opened: LocalRows) -> Iterator[_Part]:
+        """What this rank computes, in order."""
+        rank, device = self._first.communicator.rank, self._first.communicator.device
+        for tokens, own in groups.items():
+            program = self._programs[tokens]
+            for group in own:
+                if rank in group.ranks:
+                    calls = (opened.row(n) for n in range(opened.rows) if opened.row_tokens[n] == tokens)
+                    rows = ([x.to(device) for x in program.executable.read_inputs(*call)] for call in calls)
+                    yield _Part(group, program, tuple(_Row(row, program.count_targets(row)) for row in rows))
+
+    def _compute(self, parts: Sequence[_Part], total: float) -> list[Tensor | None]:
+        coupling, talk = self._coupling, self._first.communicator
         assert coupling is not None
         trained = coupling.trained
-        seed = agree_base_seed(talk) if program.is_random else 0
-        program.fill(coupling.gather(), frozenset(trained))
+        seed = agree_base_seed(talk) if any(program.is_random for program in self._programs.values()) else 0
+        held = GroupParts([part.program for part in parts], talk)
+        held.fill(coupling.gather(), frozenset(trained))
         # One device divides by 0 as well where no target counts.
         loss = torch.full((), 0.0 if total else math.nan, dtype=torch.float64, device=talk.device)
-        rows = [row for row in share.rows if row.targets]
-        if rows:
+        for group, program, all_rows in parts:
+            rows = [row for row in all_rows if row.targets]
+            if not rows:
+                continue
             weights = [row.targets / total for row in rows]
-            own = program.run([row.tensors for row in rows], weights, derive_seed(seed, share.group.start))
-            if own is not None and talk.rank % self._first.executable.plan.group_size == share.group.start:
+            own_seed = derive_seed(seed, group.start, group.degree)
+            own = program.run([row.tensors for row in rows], weights, own_seed, held.gradients)
+            if own is not None and talk.rank % self._first.executable.plan.group_size == group.start:
                 loss = loss + own
-        program.free()
-        gradients = coupling.reduce(program.take_term)
+        held.free()
+        gradients = coupling.reduce(held.take_term)
         loss = talk.all_reduce(loss, Axis(talk.world_size, 1))
         return self._outputs(loss, gradients)
 

@@ -66,24 +66,42 @@ class LocalRows:
         return ", ".join(self._form_of(name, x) for name, x in self.call.named.items())
 
     @property
-    def tokens(self) -> int:
-        """Of a row: dim 1 of the first input that has rows and another dim; 0 without one."""
-        return next((x.shape[1] for name, x in self.call.named.items() if name in self.local and x.dim() > 1), 0)
+    def row_tokens(self) -> tuple[int, ...]:
+        """Of each row: dim 1 of the first input that has rows and another dim; of one without rows what they would
+        have, ``(0,)`` without such an input.  A jagged tensor has rows of several lengths.
+        """
+        x = next((x for name, x in self.call.named.items() if name in self.local and x.dim() > 1), None)
+        if x is not None and x.is_nested:
+            return tuple(len(row) for row in x.unbind())
+        return (0 if x is None else x.shape[1],) * max(1, self.rows)
+
+    @property
+    def is_jagged(self) -> bool:
+        """Whether rows may have several lengths (`torch.nested` tensors of layout ``torch.jagged``)."""
+        return any(x.is_nested for x in self.call.named.values())
 
     def form_of_rows(self) -> str:
         """The part of the inputs that must be equal on ranks that pass rows of other lengths."""
-        return ", ".join(self._form_of(name, x, self.tokens) for name, x in self.call.named.items())
+        tokens = self.row_tokens[0]
+        return ", ".join(self._form_of(name, x, tokens) for name, x in self.call.named.items())
 
     def row(self, number: int) -> Call:
         """The call with one of the rows."""
-        tensors = (x[number : number + 1] if name in self.local else x for name, x in self.call.named.items())
+        tensors = (_row_of(x, number) if name in self.local else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
-        if name in self.local:
+        if name in self.local and x.is_nested:
+            sizes = ["rows", "tokens", *x.shape[2:]]
+        elif name in self.local:
             sizes = ["rows", *("tokens" if size == tokens else size for size in x.shape[1:])]
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
+
+
+def _row_of(x: Tensor, number: int) -> Tensor:
+    """``[1, tokens, ...]``: one of the rows."""
+    return x.unbind()[number][None] if x.is_nested else x[number : number + 1]
 
 
 class CallInputs:
@@ -159,10 +177,10 @@ class CallInputs:
             return args, kwargs
         calls = self._communicator.calls
         if calls is None:
-            return self._join(self.open(args, kwargs), holds_rows)
+            return self._join(self._open_even(args, kwargs), holds_rows)
 
         def prepare() -> tuple[LocalRows, list[tuple[str, Tensor]]]:
-            opened = self.open(args, kwargs)
+            opened = self._open_even(args, kwargs)
             return opened, [(name, x) for name, x in opened.call.named.items() if name in opened.local]
 
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
@@ -201,6 +219,16 @@ class CallInputs:
                     "the example with another batch size"
                 )
         return LocalRows(call, frozenset(local), rows)
+
+    def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
+        opened = self.open(args, kwargs)
+        if opened.is_jagged:
+            raise InputShapeError(
+                "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are in "
+                "several groups), which only training steps run, with gradients and without torch.autocast: call the "
+                "model so, or pad the rows to one length"
+            )
+        return opened
 
     def _join(self, opened: LocalRows, holds_rows: bool) -> Call:
         self._counts = counts = self._compare(opened) if opened.local else []

@@ -102,3 +102,25 @@ def batches_of(
         samples = [[documents[number] for number in row] for row in own]
         found += [PACKING.rows(samples, room, documents[0])] * degrees[room]
     return found * stages
+
+
+def nested_batches_of(lengths: Sequence[int], found: Family, random: np.random.Generator) -> list[dict[str, Tensor]]:
+    """What each rank passes of these documents, each in a row of its own, given at random to any group of any degree.
+
+    A rank is in a group of each degree, of which it passes rows for those that have documents.
+    """
+    stages = found.plan.num_groups
+    ranks = found.world // stages
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # tokens of the row, the document
+    for number, length in enumerate(lengths):
+        room = int(random.choice([tokens for tokens in found.degrees if tokens >= length]))
+        start = int(random.integers(ranks // found.degrees[room])) * found.degrees[room]
+        for own in rows[start : start + found.degrees[room]]:
+            own.append((room, number))
+    documents = Documents(list(lengths))
+    batches = [
+        PACKING.jagged([[documents[n]] for _, n in own], [room for room, _ in own] or [min(found.degrees)],
+                       documents[0])
+        for own in rows
+    ]  # fmt: skip
+    return batches * stages

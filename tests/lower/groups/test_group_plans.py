@@ -16,8 +16,16 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.coupling import Coupling
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
+from autopar.plan.prediction import GroupRow
 from autopar.planning.caller_inputs import call_inputs
-from autopar.planning.group_plans import coupling_seconds, plan_groups, why_no_groups
+from autopar.planning.group_plans import (
+    GroupKind,
+    coupling_seconds,
+    nested_peak_bytes,
+    part_bytes,
+    plan_groups,
+    why_no_groups,
+)
 from autopar.planning.splitting import splittable, variant_like
 from autopar.program import Program
 from autopar.search import SearchRequest, search
@@ -77,6 +85,7 @@ def test_groups_get_the_memory_that_is_left() -> None:
     batches = [np.array([TOKENS, 12, *[6] * 3, *[3] * 6]), np.array([8, 8, 8, 3, 2])]
     found = plan_groups(program, plan, batches, trace, prices, request)
     kinds = [(each.degree, each.tokens) for each in found.rows]
+    assert found.nests
     assert kinds[0] == (2, TOKENS)
     assert kinds == sorted(kinds, reverse=True)
     assert len({tokens for _, tokens in kinds}) == len(kinds) >= 3
@@ -90,6 +99,32 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert not plan_groups(program, small, batches, trace, prices, request).plans
     assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), batches, trace,
                            prices, request).plans  # fmt: skip
+
+
+def test_devices_are_in_several_groups_if_memory_holds_the_parts_of_all() -> None:
+    model, prices = small_llama(), quick_prices(4)
+
+    def trace(rows: int, tokens: int) -> Program:
+        return autopar.api.trace_model(model, rows_of_tokens(rows, tokens)).program
+
+    by_degree = [(2, ("tensor=2",)), (1, ())]
+    kinds: list[GroupKind] = []
+    for degree, constraints in by_degree:
+        one = trace(1, TOKENS)
+        found = search(one, degree, prices, SearchRequest(constraints=(*constraints, "zero=0")))
+        parts = part_bytes(one, found, SearchRequest().training)
+        static_bytes = sum(cost.parameter_bytes + cost.gradient_bytes for cost in found.costs)
+        others_bytes = static_bytes - sum(parts.values())
+        assert 0 <= others_bytes <= sum(x.nbytes for x in model.buffers())  # those that layers read
+        kinds.append(GroupKind(GroupRow(degree, TOKENS, 1.0, 0.0), found, parts))
+    split, whole = kinds
+    # Norms are whole in both, and are there once.
+    shared = sum(num_bytes for part, num_bytes in whole.parts.items() if part in split.parts)
+    assert 0 < shared < 0.1 * sum(whole.parts.values())
+    needed = nested_peak_bytes(kinds)
+    beside = max(kind.plan.peak_memory_bytes - sum(kind.parts.values()) for kind in kinds)
+    assert needed == pytest.approx(sum(sum(kind.parts.values()) for kind in kinds) - shared + beside)
+    assert nested_peak_bytes([whole]) == pytest.approx(whole.plan.peak_memory_bytes)
 
 
 class _Balanced(nn.Module):

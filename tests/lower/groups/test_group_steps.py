@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, InputShapeError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.groups.group_layout import Group, read_groups
+from autopar.lower.groups.group_layout import Group, check_lengths, count_rows, read_groups
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.group_plans import plan_groups, why_no_groups
@@ -24,7 +24,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import SteadyAdamW, keep_double_program, run_single
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
-from tests.lower.groups.cases import TOKENS, Family, batches_of, family
+from tests.lower.groups.cases import TOKENS, Family, batches_of, family, nested_batches_of
 from tests.lower.runs import loss_of
 from tests.ranks import run_ranks
 from tests.zoo import quick_prices
@@ -41,6 +41,11 @@ EIGHT = {
     "mixed": ([1, 16, 3, 7, 8, 2, 4, 4, 12, 4, 3], [16, 8, 4, 4]),
     "a giant and empty groups": ([16], [16, 8, 8]),
     "many small ones": ([2, 3, 4, 4, 1, 2, 8], [8, 8, 8, 4, 4]),
+}
+# Of ranks that are in several groups; each document has a row.
+NESTED: dict[str, tuple[list[int], list[int]]] = {
+    "mixed": ([1, 16, 3, 7, 8, 2, 4, 4, 12, 4, 3, 5], []),
+    "few": ([13, 3, 2], []),
 }
 STEPS = 3
 
@@ -80,9 +85,16 @@ def batches_of_mixes(found: Family, mixes: Mixes) -> list[list[dict[str, Tensor]
     return [batches_of(lengths, rooms, found.degrees, random, stages) for lengths, rooms in mixes.values()]
 
 
-def check(found: Family, mixes: Mixes, ranks: list[Any] | None = None) -> None:
+def nested_batches(found: Family) -> list[list[dict[str, Tensor]]]:
+    random = np.random.default_rng(1)
+    return [nested_batches_of(lengths, found, random) for lengths, _ in NESTED.values()]
+
+
+def check(
+    found: Family, mixes: Mixes, ranks: list[Any] | None = None, batches: list[list[dict[str, Tensor]]] | None = None
+) -> None:
     """What `ranks` trained is what one device trains; without any, simulated ranks train."""
-    batches = batches_of_mixes(found, mixes)
+    batches = batches or batches_of_mixes(found, mixes)
     ranks = ranks or simulate(found.world, lambda talk: train(found, talk, batches))
     runs = [run_single(Alone(found.model, Documents(lengths)), {"x": torch.zeros(1)}, STEPS if not n else 1,
                        in_double=True) for n, (lengths, _) in enumerate(mixes.values())]  # fmt: skip
@@ -123,6 +135,25 @@ def test_groups_of_eight_ranks_train_as_one_device(asked: str) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
         model.model.norm.weight.requires_grad_(False)
     check(family(model, 8, kinds, asked), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("world", "kinds", "asked"),
+    [
+        (2, [(2, "sequence=2"), (1, "")], "data=2 zero=1"),
+        pytest.param(4, [(2, "sequence=2"), (1, ""), (1, "")], "data=4 zero=3", marks=pytest.mark.slow),
+        pytest.param(4, [(2, "tensor=2"), (1, "")], "pipeline=2 data=2 zero=1", marks=pytest.mark.slow),
+        pytest.param(
+            8, [(4, "tensor=2 sequence=2"), (2, "tensor=2"), (1, "")], "data=8 zero=3", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_in_several_groups_train_as_one_device(world: int, kinds: list[tuple[int, str]], asked: str) -> None:
+    found = family(small_llama(), world, kinds, asked)
+    batches = nested_batches(found)
+    # In the first step a rank is in two groups at least, with rows of several lengths.
+    assert any(batch["input_ids"].is_nested for batch in batches[0])
+    check(found, NESTED, batches=batches)
 
 
 # Of two stages with two ranks each.  Rows are microbatches: groups have fewer than there are stages, as many, or more.
@@ -192,24 +223,26 @@ def test_processes_with_pipeline_stages_train_as_one_device() -> None:
     check(staged(4, "data=2 zero=1", is_tied=True), TWO_OF_STAGE, run_ranks(train_stages_process, 4))
 
 
-def train_process() -> tuple[Any, str]:
-    """On this process: what `train` gives, and the error where another rank passes other rows."""
+def train_process() -> tuple[Any, Any, str]:
+    """On this process: what `train` gives, also in several groups, and the error where a rank passes other rows."""
     found = four_ranks()
     talk = ProcessGroupCommunicator()
     batches = batches_of_mixes(found, FOUR)
     made = train(found, talk, batches)
+    nested = train(found, talk, nested_batches(found))
     model = found.build(talk)
     with pytest.raises(InputShapeError) as caught:
         model(**{name: x[: len(x) - (talk.rank == 1)] for name, x in batches[0][talk.rank].items()})
-    return made, str(caught.value)
+    return made, nested, str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_processes_train_as_one_device_and_raise_together(four: Family) -> None:
     made = run_ranks(train_process, 4)
-    check(four, FOUR, [run for run, _ in made])
-    assert all("ranks 0 and 1 differ" in error for _, error in made)
+    check(four, FOUR, [run for run, _, _ in made])
+    check(four, NESTED, [run for _, run, _ in made], nested_batches(four))
+    assert all("begin at a multiple of 2 and pass the same rows, but ranks 0 to 1 pass [" in e for _, _, e in made)
 
 
 def refused(four: Family, change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]]) -> AutoparError:
@@ -237,20 +270,40 @@ def test_what_ranks_pass_in_another_way_is_an_error_on_all(four: Family) -> None
         return batch | {"input_ids": batch["input_ids"] + (rank == 1)}
 
     assert "begin at a multiple of 2" in str(refused(four, longer))
-    assert "ranks 0 and 1 differ" in str(refused(four, fewer))
+    assert "ranks 0 to 1 pass [1, 0] of them" in str(refused(four, fewer))
     assert "ranks 0 and 1 differ" in str(refused(four, other))
+
+
+def test_rows_of_several_lengths_are_for_training_steps(four: Family) -> None:
+    batches = nested_batches(four)[0]
+
+    def rank(talk: Communicator) -> str:
+        made = four.build(talk).eval()
+        with pytest.raises(InputShapeError) as caught:
+            made(**next(batch for batch in batches if batch["input_ids"].is_nested))
+        return str(caught.value)
+
+    assert all("which only training steps run" in text for text in simulate(4, rank))
 
 
 def test_lengths_of_rows_say_which_ranks_form_groups() -> None:
     degrees = {16: 4, 8: 2, 4: 1}
-    found = read_groups([4, 4, 8, 8, 16, 16, 16, 16], degrees)
-    assert [(group.start, group.degree) for group in found] == [(0, 1), (1, 1), (2, 2), (4, 4)]
+
+    def read(tokens: list[int], stages: int = 1) -> list[tuple[int, int]]:
+        found = read_groups([count_rows([each], degrees) for each in tokens], degrees, stages)
+        return [(group.start, group.degree) for own in found.values() for group in own]
+
+    assert read([4, 4, 8, 8, 16, 16, 16, 16]) == [(4, 4), (2, 2), (0, 1), (1, 1)]
     assert Group(2, 2, 2, 4).ranks == (2, 3, 6, 7)
-    assert [group.ranks for group in read_groups([4, 8, 8, 4, 4, 8, 8, 4][1:3] * 2, degrees, 2)] == [(0, 1, 2, 3)]
+    assert read([8, 8, 8, 8], 2) == [(0, 2)]
     with pytest.raises(InputShapeError, match="ranks 0 and 2 have the same place"):
-        read_groups([8, 8, 4, 4], degrees, 2)
+        read([8, 8, 4, 4], 2)
     for tokens in ([4, 8, 8, 4], [16] * 3, [8, 8, 16, 16, 16, 16, 4, 4], [8, 4, 4, 4]):
         with pytest.raises(InputShapeError, match="begin at a multiple"):
-            read_groups(tokens, degrees)
+            read(tokens)
     with pytest.raises(InputShapeError, match="rank 1 passes rows of 5 tokens, but the plan's groups"):
-        read_groups([4, 5], degrees)
+        check_lengths([4, 5], degrees)
+    # Ranks 2 and 3 are in three groups each.
+    rows = [count_rows(own, degrees) for own in ([16], [16], [16, 8, 8, 4], [16, 8, 8])]
+    found = {tokens: [group.start for group in own] for tokens, own in read_groups(rows, degrees).items()}
+    assert found == {16: [0], 8: [2], 4: [2]}

@@ -1,0 +1,179 @@
+"""Assigns a batch to device groups that overlap: a device computes rows with several others, then rows by itself.
+
+A group of d devices begins at a multiple of d, so of two groups one contains the other, or they share no device.  Each
+device computes the rows of all groups that it is in, those of larger groups first.  Then the devices of a group have
+computed the same rows before, and none waits for another.  So the step takes as long as the device with the most work:
+
+    max over devices of the sum over its groups g of (rows[g] * row_s[g] + seconds of the sequences of g)
+
+The assignment is a search for a target time, as in bin packing: in descending order of length, each sequence gets the
+place that costs the fewest device seconds with which all devices still meet the target, on the devices with the most
+work.  The target is halved between the lower bound and the best known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["NestedKind", "NestedPlaces", "nest", "nest_below"]
+
+_TRIALS = 3  # targets: an eighth of what groups that stay for the step leave above the bound
+# Sequences times groups to compare them with, in all trials: about 30 ms, which a batch can be late by.  Whatever has
+# to be done for a sequence takes as long as to compare it with so many groups.
+_COMPARED, _EACH = 2_000_000, 1000
+
+
+@dataclass(frozen=True)
+class NestedKind:
+    """One kind of group, as it costs here.
+
+    Args:
+        degree: devices of a group.
+        tokens: the room of a row.
+        row_s: seconds of a row, whatever is in it.
+        token_s: seconds per token.
+        pair_s: seconds per pair of tokens of one sequence.
+    """
+
+    degree: int
+    tokens: float
+    row_s: float
+    token_s: float
+    pair_s: float
+
+    def seconds(self, lengths: np.ndarray) -> np.ndarray:
+        """``[n]`` lengths -> seconds of each in a row that is there already; infinite where it does not fit."""
+        return np.where(lengths <= self.tokens, self.token_s * lengths + self.pair_s * lengths**2, np.inf)
+
+    def with_row(self, lengths: np.ndarray) -> np.ndarray:
+        """The same with its share of the row."""
+        return self.seconds(lengths) + self.row_s / self.tokens * lengths
+
+
+@dataclass(frozen=True, eq=False)
+class NestedPlaces:
+    """Where sequences are.
+
+    Args:
+        kind: ``[groups]`` the number of each group's kind, those with a sequence only.
+        start: ``[groups]`` the first device of each.
+        group: ``[n]`` the group of each sequence.
+        row: ``[n]`` its row, counted within the group.
+        work_s: ``[groups]`` seconds of each group.
+        load_s: ``[devices]`` seconds of each device.
+        rows: ``[devices]`` rows of each device, in all of its groups.
+    """
+
+    kind: np.ndarray
+    start: np.ndarray
+    group: np.ndarray
+    row: np.ndarray
+    work_s: np.ndarray
+    load_s: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def largest_s(self) -> float:
+        """Seconds of the device with the most work."""
+        return float(self.load_s.max(initial=0.0))
+
+
+def nest_below(
+    kinds: Sequence[NestedKind], devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
+) -> NestedPlaces | None:
+    """The best places found that take less than `limit_s`; None: none were found.  Nothing takes less than `bound_s`.
+
+    `kinds` by falling degree; each degree divides the one before it and `devices`.
+    """
+    best: NestedPlaces | None = None
+    compared = len(tokens) * (_EACH + sum(devices // kind.degree for kind in kinds))
+    for _ in range(min(_TRIALS, _COMPARED // max(1, compared))):
+        target_s = (bound_s + limit_s) / 2
+        found = nest(kinds, devices, tokens, target_s)
+        if found is None:
+            bound_s = target_s
+        else:
+            best, limit_s = found, found.largest_s
+    return best
+
+
+def nest(
+    kinds: Sequence[NestedKind], devices: int, tokens: np.ndarray, target_s: float, most_rows: int = 0
+) -> NestedPlaces | None:
+    """Places with which no device takes longer than `target_s`, or has more than `most_rows` rows (0: any number);
+    None: none were found.
+    """
+    filling = _Filling(kinds, devices, tokens.astype(np.float64), target_s, most_rows or len(tokens))
+    is_done = all(filling.place(int(index)) for index in np.argsort(-tokens, kind="stable"))
+    return filling.places() if is_done else None
+
+
+class _Filling:
+    """Groups while sequences are placed in them, one after the other."""
+
+    def __init__(
+        self, kinds: Sequence[NestedKind], devices: int, lengths: np.ndarray, target_s: float, most_rows: int
+    ) -> None:
+        self.kinds, self.lengths, self.target_s, self.most_rows = kinds, lengths, target_s, most_rows
+        self.load_s, self.rows = np.zeros(devices), np.zeros(devices, np.int64)
+        self.seconds = np.array([kind.seconds(lengths) for kind in kinds])
+        degrees = np.array([[kind.degree] for kind in kinds])
+        opening = np.array([kind.with_row(lengths) for kind in kinds])
+        # Rows that are there already come first where both cost the same.
+        costs = np.concatenate([self.seconds * degrees, opening * degrees])
+        self.order: list[list[int]] = np.argsort(costs, axis=0, kind="stable").T.tolist()
+        self.left: list[list[list[float]]] = [[[] for _ in range(devices // kind.degree)] for kind in kinds]
+        self.room = [np.zeros(devices // kind.degree) for kind in kinds]
+        self.work = [np.zeros(devices // kind.degree) for kind in kinds]
+        self.at = np.zeros((len(lengths), 3), np.int64)  # of each sequence: kind, place among its groups, row
+
+    def place(self, index: int) -> bool:
+        """Whether the sequence has a place, which it gets."""
+        length = self.lengths[index]
+        for choice in self.order[index]:
+            is_new, kind = divmod(choice, len(self.kinds))
+            taken_s = self.seconds[kind, index] + (self.kinds[kind].row_s if is_new else 0.0)
+            own = self._most_loaded(kind, length, taken_s, is_new=bool(is_new))
+            if own >= 0:
+                self._put(index, kind, own, taken_s, is_new=bool(is_new))
+                return True
+        return False
+
+    def _most_loaded(self, kind: int, length: float, taken_s: float, *, is_new: bool) -> int:
+        """The group of this kind with the most work that can take it; -1: there is none."""
+        degree, room = self.kinds[kind].degree, self.room[kind]
+        load_s = self.load_s.reshape(-1, degree).max(axis=1)
+        fits = load_s + taken_s <= self.target_s
+        if is_new:
+            fits &= self.rows.reshape(-1, degree).max(axis=1) < self.most_rows
+        else:
+            fits &= room >= length
+        found = int(np.where(fits, load_s, -1.0).argmax())
+        return found if fits[found] else -1
+
+    def _put(self, index: int, kind: int, own: int, taken_s: float, *, is_new: bool) -> None:
+        degree, left = self.kinds[kind].degree, self.left[kind][own]
+        devices = slice(own * degree, (own + 1) * degree)
+        if is_new:
+            left.append(float(self.kinds[kind].tokens))
+            self.rows[devices] += 1
+        length = float(self.lengths[index])
+        row = min((size, at) for at, size in enumerate(left) if size >= length)[1]
+        left[row] -= length
+        self.room[kind][own] = max(left)
+        self.load_s[devices] += taken_s
+        self.work[kind][own] += taken_s
+        self.at[index] = kind, own, row
+
+    def places(self) -> NestedPlaces:
+        """What was placed."""
+        groups, group = np.unique(self.at[:, :2], axis=0, return_inverse=True)
+        degrees = np.array([kind.degree for kind in self.kinds])
+        work = np.concatenate([self.work[number][groups[groups[:, 0] == number, 1]] for number in range(len(degrees))])
+        kind = groups[:, 0]
+        return NestedPlaces(
+            kind, groups[:, 1] * degrees[kind], group.reshape(-1), self.at[:, 2], work, self.load_s, self.rows
+        )
