@@ -13,8 +13,8 @@ from autopar.plan import LayerStrategy, Plan
 from autopar.plan.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
+from autopar.search.final_candidates import host_shortage
 from autopar.search.microbatches import time_assignment
-from autopar.search.plan_selection import host_shortage
 from autopar.search.request import SearchRequest
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices

@@ -14,25 +14,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
 
 from autopar.errors import HostMemoryError, InfeasibleError
-from autopar.plan import Decisions, Plan
+from autopar.plan import Plan
 from autopar.schedules import Shape
-from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
+from autopar.search.final_candidates import FlatCandidates, PlanCandidate, host_shortage, with_stages
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.request import SearchRequest
-from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
-from autopar.step.prices import Prices
-from autopar.step.pricing import StepPricing
 
 __all__ = [
     "STAGES_GAIN",
     "enough_s",
-    "host_shortage",
     "preferred_s",
     "replaced_by_stages_s",
     "select_plan",
@@ -49,15 +44,7 @@ _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
 # Simulated seconds of a plan without stages are at least this fraction of the estimated ones: of 2,400 paths of
 # decoders of 8B, 70B and 405B parameters and a mixture of experts the smallest was 0.903.
 _LOW = 0.9
-# A search counts up to a tenth less for some device groups than the walk through the step finds: with so much less for
-# them, what it chooses mostly fits.
-_TIMES_SHRUNK = 2
-# Searches count all that a device holds at some moment of a step, which is more than it holds at any one: of 110 paths
-# of a decoder, a mixture of experts and a function on 4 devices by up to 54 %.
-_OVERCOUNTED = 1.6
-_WALKED = 12  # of paths that don't fit as they are counted nor otherwise: each walk takes as long as a simulation
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
-_ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
 _PRICE_ERROR = 1.15
 
@@ -87,8 +74,8 @@ def select_plan(
     too_large: list[float] = []
     shortages: list[str] = []  # of the hosts' memory
     simulated: list[Shape] = []
-    flat = _FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
-    queue = sorted([*flat.all, *_with_stages(pipelines)], key=_seconds_of)
+    flat = FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
+    queue = sorted([*flat.all, *with_stages(pipelines)], key=_seconds_of)
     while queue:
         candidate = queue.pop(0)
         if not _is_worth_simulating(candidate, best, simulated, flat, request):
@@ -126,7 +113,7 @@ def simulated_s(
 ) -> float:
     """Seconds of a fast plan without stages that fits, as simulated; at most those of a rival."""
     best_s, tried = rival_s, 0
-    flat = _FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
+    flat = FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
     for candidate in sorted(flat.all, key=lambda candidate: candidate.visible_s):
         if tried == _FLAT_TRIED or _LOW * candidate.visible_s >= best_s:
             break
@@ -142,122 +129,7 @@ def enough_s(flat_s: float, request: SearchRequest) -> float:
     return flat_s * _PRICE_ERROR if request.on_final else flat_s / STAGES_GAIN
 
 
-@dataclass(frozen=True, eq=False)
-class _PlanCandidate:
-    """What may be the best: it takes `least_s` if all collectives of parameters are overlapped, `visible_s` by
-    estimate.  `shape` is that of a pipeline.
-    """
-
-    context: SearchContext
-    least_s: float
-    visible_s: float
-    decide: Callable[[], Decisions]
-    counted_bytes: float = 0.0  # as searches count them, without stages
-    shape: Shape | None = None
-    known: dict[int, Plan] = field(default_factory=dict[int, Plan])
-    walked: dict[int, float] = field(default_factory=dict[int, float])
-    number: int = 0  # in `known` and `walked`
-    pipeline: PipelineCandidate | None = None
-    times_shrunk: int = 0
-
-    @cached_property
-    def pricing(self) -> StepPricing:
-        """What its step takes."""
-        context, request = self.context, self.context.request
-        return StepPricing(
-            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
-        )
-
-    @property
-    def walked_bytes(self) -> float:
-        """The most that a device holds at any moment of the step."""
-        if self.number not in self.walked:
-            self.walked[self.number] = self.pricing.peak_memory_bytes
-        return self.walked[self.number]
-
-    def simulate(self) -> Plan:
-        if self.number not in self.known:
-            plan = Plan(self.pricing.decisions, self.pricing.prediction, memory_error=self.context.request.memory_error)
-            self.known[self.number] = plan
-        return self.known[self.number]
-
-    def is_slower(self, best: Plan) -> bool:
-        """Whether a plan without stages takes longer than `best`: memory and costs of such plans are not worked out."""
-        if self.shape is not None or self.number in self.known:
-            return False
-        return self.pricing.step_s > preferred_s(best) * (1 + _ROUNDING)
-
-    def misfit(self, allowed_bytes: float) -> str | None:
-        """Why the plan does not fit: the message about host memory, ``""`` for device memory; None if it fits."""
-        plan = self.simulate()
-        short = host_shortage(plan, self.context.prices)
-        return short if short or plan.peak_memory_bytes > allowed_bytes else None
-
-    def shrunk(self, allowed_bytes: float) -> _PlanCandidate | None:
-        """The pipeline with smaller device groups where they are too large; None if that is not tried (again)."""
-        excess = {
-            stage.group: cost.peak_memory_bytes - allowed_bytes
-            for stage, cost in zip(self.pricing.decisions.stages, self.simulate().prediction.stages, strict=True)
-            if cost.peak_memory_bytes > allowed_bytes
-        }
-        if self.pipeline is None or not excess or self.times_shrunk == _TIMES_SHRUNK:
-            return None
-        assert self.context.request.schedules is not None
-        smaller = self.pipeline.shrunk(excess, self.context.request.schedules)
-        return _candidate_of(smaller, self.times_shrunk + 1)
-
-
-@dataclass(eq=False)
-class _FlatCandidates:
-    """Those without stages that may fit: the others hold more at some moment than the limit."""
-
-    searched: tuple[SingleStagePaths, ...]
-    limit_bytes: float
-    batch_bytes: float
-    _num_walked: int = 0
-
-    @cached_property
-    def all(self) -> tuple[_PlanCandidate, ...]:
-        """What no other path beats, however much memory it takes: a smaller limit leaves some of the same."""
-        return tuple(
-            _PlanCandidate(
-                paths.candidates.context, float(paths.least_s[path]), paths.pool.time_s[path],
-                partial(paths.decisions, path), paths.pool.peak_bytes[path], known=paths.plans,
-                walked=paths.walked_bytes, number=path,
-            )
-            for paths in self.searched
-            for path in paths.front
-        )  # fmt: skip
-
-    def may_fit(self, candidate: _PlanCandidate) -> bool:
-        """Whether it fits as it is counted or, of a few that don't, by the walk through the step."""
-        if candidate.shape is not None or candidate.counted_bytes <= self.limit_bytes:
-            return True
-        if self._num_walked >= _WALKED or candidate.counted_bytes > _OVERCOUNTED * self.limit_bytes:
-            return False
-        is_fitting = candidate.walked_bytes <= self.limit_bytes + self.batch_bytes
-        self._num_walked += not is_fitting
-        return is_fitting
-
-
-def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
-    seen: set[tuple[object, ...]] = set()
-    for pipeline in pipelines.fitting if pipelines else ():
-        key = id(pipeline.candidates), pipeline.cuts, pipeline.path
-        if key in seen:
-            continue
-        seen.add(key)
-        yield _candidate_of(pipeline)
-
-
-def _candidate_of(pipeline: PipelineCandidate, times_shrunk: int = 0) -> _PlanCandidate:
-    return _PlanCandidate(
-        pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, shape=pipeline.shape,
-        pipeline=pipeline, times_shrunk=times_shrunk,
-    )  # fmt: skip
-
-
-def _seconds_of(candidate: _PlanCandidate) -> float:
+def _seconds_of(candidate: PlanCandidate) -> float:
     return candidate.visible_s
 
 
@@ -272,10 +144,10 @@ def replaced_by_stages_s(plan: Plan) -> float:
 
 
 def _is_worth_simulating(
-    candidate: _PlanCandidate,
+    candidate: PlanCandidate,
     best: Plan | None,
     simulated: Sequence[Shape],
-    flat: _FlatCandidates,
+    flat: FlatCandidates,
     request: SearchRequest,
 ) -> bool:
     """Whether it may fit and replace `best`, after the pipelines that were simulated before it."""
@@ -284,10 +156,10 @@ def _is_worth_simulating(
     is_passed_over = not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)
     if is_passed_over or not flat.may_fit(candidate):
         return False
-    return request.on_final is not None or not candidate.is_slower(best)
+    return request.on_final is not None or not candidate.is_slower(preferred_s(best))
 
 
-def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -> bool:
+def _is_hopeful(candidate: PlanCandidate, best: Plan, request: SearchRequest) -> bool:
     """Whether it may be faster, also than a rival.  Stages are looked at whatever their gain, so that a note can say
     it.
     """
@@ -315,7 +187,9 @@ def _note_stages(plan: Plan, fastest: Plan) -> str:
 def _host_shortages(pipelines: PipelineResults | None) -> Sequence[str]:
     """The message for the pipeline that offloads least of those that fit on devices, but not on hosts, if any does."""
     short = pipelines and pipelines.short_of_host
-    return (host_shortage(_candidate_of(short).simulate(), short.candidates.context.prices),) if short else ()
+    return (
+        (host_shortage(PlanCandidate.of_pipeline(short).simulate(), short.candidates.context.prices),) if short else ()
+    )
 
 
 def _setting_of(shape: Shape) -> tuple[int, int]:
@@ -327,24 +201,6 @@ def _is_late(shape: Shape | None, simulated: Sequence[Shape]) -> bool:
     if shape is None:
         return False
     return len(simulated) >= (_SMALL_PIPELINES if is_small(shape) else _LARGE_PIPELINES)
-
-
-def host_shortage(plan: Plan, prices: Prices) -> str:
-    """The message for a plan that offloads more than the hosts' memory holds; ``""`` if it fits."""
-    needed, there = plan.prediction.host_memory_bytes, prices.host.memory_bytes
-    if needed <= there:
-        return ""
-    stored = plan.decisions.host_storage
-    advice = (
-        "cut parameters over more devices, such as 'zero=3', or leave 'offload=optimizer' out"
-        if stored
-        else "offload fewer layers, such as 'model.layers.0: offload=activations', recompute more, such as "
-        "'recompute=full', or use more microbatches"
-    )
-    return (
-        f"it offloads {needed / 2**30:.6g} GiB per device to the host's memory, of which a device has "
-        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): {advice}"
-    )
 
 
 def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes: float, error: float) -> None:

@@ -1,0 +1,162 @@
+"""What a search may end with, to be simulated: paths without stages, and pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from autopar.plan import Decisions, Plan
+from autopar.schedules import Shape
+from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
+from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStagePaths
+from autopar.step.prices import Prices
+from autopar.step.pricing import StepPricing
+
+__all__ = ["FlatCandidates", "PlanCandidate", "host_shortage", "with_stages"]
+
+_ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
+# A search counts up to a tenth less for some device groups than the walk through the step finds: with so much less for
+# them, what it chooses mostly fits.
+_TIMES_SHRUNK = 2
+# Searches count all that a device holds at some moment of a step, which is more than it holds at any one: of 110 paths
+# of a decoder, a mixture of experts and a function on 4 devices by up to 54 %.
+_OVERCOUNTED = 1.6
+_WALKED = 12  # of paths that don't fit as they are counted nor otherwise: each walk takes as long as a simulation
+
+
+@dataclass(frozen=True, eq=False)
+class PlanCandidate:
+    """What may be the best: it takes `least_s` if all collectives of parameters are overlapped, `visible_s` by
+    estimate.  `shape` is that of a pipeline.
+    """
+
+    context: SearchContext
+    least_s: float
+    visible_s: float
+    decide: Callable[[], Decisions]
+    counted_bytes: float = 0.0  # as searches count them, without stages
+    shape: Shape | None = None
+    known: dict[int, Plan] = field(default_factory=dict[int, Plan])
+    walked: dict[int, float] = field(default_factory=dict[int, float])
+    number: int = 0  # in `known` and `walked`
+    pipeline: PipelineCandidate | None = None
+    times_shrunk: int = 0
+
+    @classmethod
+    def of_pipeline(cls, pipeline: PipelineCandidate, times_shrunk: int = 0) -> PlanCandidate:
+        """One with stages."""
+        return cls(
+            pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, shape=pipeline.shape,
+            pipeline=pipeline, times_shrunk=times_shrunk,
+        )  # fmt: skip
+
+    @cached_property
+    def pricing(self) -> StepPricing:
+        """What its step takes."""
+        context, request = self.context, self.context.request
+        return StepPricing(
+            context.program, self.decide(), context.prices, request.training, request.schedules, context.facts
+        )
+
+    @property
+    def walked_bytes(self) -> float:
+        """The most that a device holds at any moment of the step."""
+        if self.number not in self.walked:
+            self.walked[self.number] = self.pricing.peak_memory_bytes
+        return self.walked[self.number]
+
+    def simulate(self) -> Plan:
+        """The plan with its prediction."""
+        if self.number not in self.known:
+            plan = Plan(self.pricing.decisions, self.pricing.prediction, memory_error=self.context.request.memory_error)
+            self.known[self.number] = plan
+        return self.known[self.number]
+
+    def is_slower(self, other_s: float) -> bool:
+        """Whether a plan without stages takes longer: memory and costs of such plans are not worked out."""
+        if self.shape is not None or self.number in self.known:
+            return False
+        return self.pricing.step_s > other_s * (1 + _ROUNDING)
+
+    def misfit(self, allowed_bytes: float) -> str | None:
+        """Why the plan does not fit: the message about host memory, ``""`` for device memory; None if it fits."""
+        plan = self.simulate()
+        short = host_shortage(plan, self.context.prices)
+        return short if short or plan.peak_memory_bytes > allowed_bytes else None
+
+    def shrunk(self, allowed_bytes: float) -> PlanCandidate | None:
+        """The pipeline with smaller device groups where they are too large; None if that is not tried (again)."""
+        excess = {
+            stage.group: cost.peak_memory_bytes - allowed_bytes
+            for stage, cost in zip(self.pricing.decisions.stages, self.simulate().prediction.stages, strict=True)
+            if cost.peak_memory_bytes > allowed_bytes
+        }
+        if self.pipeline is None or not excess or self.times_shrunk == _TIMES_SHRUNK:
+            return None
+        assert self.context.request.schedules is not None
+        smaller = self.pipeline.shrunk(excess, self.context.request.schedules)
+        return PlanCandidate.of_pipeline(smaller, self.times_shrunk + 1)
+
+
+@dataclass(eq=False)
+class FlatCandidates:
+    """Those without stages that may fit: the others hold more at some moment than the limit."""
+
+    searched: tuple[SingleStagePaths, ...]
+    limit_bytes: float
+    batch_bytes: float
+    _num_walked: int = 0
+
+    @cached_property
+    def all(self) -> tuple[PlanCandidate, ...]:
+        """What no other path beats, however much memory it takes: a smaller limit leaves some of the same."""
+        return tuple(
+            PlanCandidate(
+                paths.candidates.context, float(paths.least_s[path]), paths.pool.time_s[path],
+                partial(paths.decisions, path), paths.pool.peak_bytes[path], known=paths.plans,
+                walked=paths.walked_bytes, number=path,
+            )
+            for paths in self.searched
+            for path in paths.front
+        )  # fmt: skip
+
+    def may_fit(self, candidate: PlanCandidate) -> bool:
+        """Whether it fits as it is counted or, of a few that don't, by the walk through the step."""
+        if candidate.shape is not None or candidate.counted_bytes <= self.limit_bytes:
+            return True
+        if self._num_walked >= _WALKED or candidate.counted_bytes > _OVERCOUNTED * self.limit_bytes:
+            return False
+        is_fitting = candidate.walked_bytes <= self.limit_bytes + self.batch_bytes
+        self._num_walked += not is_fitting
+        return is_fitting
+
+
+def with_stages(pipelines: PipelineResults | None) -> Iterator[PlanCandidate]:
+    """The pipelines that fit, each once."""
+    seen: set[tuple[object, ...]] = set()
+    for pipeline in pipelines.fitting if pipelines else ():
+        key = id(pipeline.candidates), pipeline.cuts, pipeline.path
+        if key in seen:
+            continue
+        seen.add(key)
+        yield PlanCandidate.of_pipeline(pipeline)
+
+
+def host_shortage(plan: Plan, prices: Prices) -> str:
+    """The message for a plan that offloads more than the hosts' memory holds; ``""`` if it fits."""
+    needed, there = plan.prediction.host_memory_bytes, prices.host.memory_bytes
+    if needed <= there:
+        return ""
+    stored = plan.decisions.host_storage
+    advice = (
+        "cut parameters over more devices, such as 'zero=3', or leave 'offload=optimizer' out"
+        if stored
+        else "offload fewer layers, such as 'model.layers.0: offload=activations', recompute more, such as "
+        "'recompute=full', or use more microbatches"
+    )
+    return (
+        f"it offloads {needed / 2**30:.6g} GiB per device to the host's memory, of which a device has "
+        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): {advice}"
+    )
