@@ -67,7 +67,7 @@ def test_a_plan_must_fit_with_its_error(planned: tuple[Traced, Plan]) -> None:
     constraints = ("data=2", "zero=1", "microbatches=1", "recompute=none")
     request = SearchRequest(8e9, constraints=constraints, memory_error=0.1)
     assert ", within 10%" in str(search(traced.program, 2, _prices(), request))
-    tight = replace(request, memory_limit_bytes=1.35 * plan.peak_memory_bytes)
+    tight = replace(request, memory_limit_bytes=1.05 * plan.peak_memory_bytes)
     assert search(traced.program, 2, _prices(), replace(tight, memory_error=0.0)).peak_memory_bytes > 0
     with pytest.raises(InfeasibleError):
         search(traced.program, 2, _prices(), tight)
