@@ -31,7 +31,6 @@ from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import (
-    are_inputs_local,
     check_constraints,
     read_bytes,
     read_constraints,
@@ -40,7 +39,7 @@ from autopar.planning.arguments import (
     training_spec,
 )
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, trace_model
-from autopar.planning.caller_inputs import call_inputs
+from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments
 from autopar.planning.expectations import Expectations, read_expectations
@@ -191,9 +190,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     expected = share(group, lambda: prepared.expected.seeing(unadjusted, example_call(model, example_inputs)))
     setup = replace(prepared, draws=draws, expected=expected)
     traced = setup.expecting(unadjusted)
-    agree_equal(group, _describe(model, traced.program), "models or example inputs",
+    agree_equal(group, _describe(model, traced), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
-    is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
+    is_local, whole_outputs = agree(group, lambda: (read_inputs(inputs, traced), read_outputs(outputs)))
     compile_choice = agree(group, lambda: read_compile(compile))
     own_setup = replace(
         setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=compile_choice
@@ -233,7 +232,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             communicator,
             mesh,
             setup,
-            planner=call_planner(model, traced, chosen, setup, setup.expecting),
+            planner=call_planner(
+                model, traced, chosen, setup, lambda made: check_read_values(setup.expecting(made), is_local=is_local)
+            ),
             compile_layers=chosen.compiled,
         ),
     )
@@ -384,10 +385,13 @@ def _search_and_time(
     return share(communicator.process_group, search_here)
 
 
-def _describe(model: nn.Module, program: Program) -> str:
+def _describe(model: nn.Module, traced: Traced) -> str:
+    program = traced.program
     inputs = (f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs)
     count = sum(p.numel() for p in model.parameters())
-    return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
+    read = "".join(f" with {name} = {list(values)}" for name, values in traced.read_values.items())
+    what = f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)}{read}"
+    return f"{what} (fingerprint {program.fingerprint})"
 
 
 def _digest_state(model: nn.Module, traced: Traced) -> str:
@@ -424,7 +428,10 @@ def build(
         raise PlanMismatchError(
             f"compute in {setup.dtype} was requested, but the program has parameters in {sorted(dtypes)}"
         )
-    executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
+    executable = Executable(
+        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs,
+        read_values=frozenset(traced.read_values),
+    )  # fmt: skip
     return lower(
         executable, module=model, communicator=communicator, mesh=mesh, draws=setup.draws, planner=planner,
         compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),

@@ -46,6 +46,7 @@ from autopar.trace import (
     as_batch,
     as_model,
     bind,
+    can_be_read,
     check_memory,
     check_one_graph,
     compare,
@@ -235,8 +236,9 @@ class CallPlanner:
             stored = replace(self._of_mode(is_training), stored=self._stored)
             plan = plan_like(traced.program, *self._first, self._prices, stored)
         return Executable(
-            traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies
-        )
+            traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
+            read_values=frozenset(traced.read_values),
+        )  # fmt: skip
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: _Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""
@@ -413,7 +415,9 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def shape_of(x: Any) -> Any:
-    """A tensor's form, as a tensor on the meta device; anything else as it is."""
+    """A tensor's form, as a tensor on the meta device; anything else as it is, and what forward may read in Python."""
     if isinstance(x, CarriedTensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if isinstance(x, Tensor) and not x.is_meta and can_be_read(x.shape, x.dtype):
+        return x.detach().cpu()
     return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -109,7 +109,10 @@ def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram,
 
     form = ", ".join(f"{name} [{rows}, {sizes[0]} to {most}]" for name in short.program.inputs)
     program = reading_last_entry(long.program, known.last)
-    return Executable(program, plan, long.constants, flatten, long.unflatten_outputs, cuts=cuts, form=form)
+    return Executable(
+        program, plan, long.constants, flatten, long.unflatten_outputs, cuts=cuts, form=form,
+        read_values=frozenset(long.read_values),
+    )  # fmt: skip
 
 
 def with_size(tree: Any, dim: int, size: int, longer: int) -> Any:
@@ -150,7 +153,10 @@ def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fil
     own = ((name, short.program.type_of(name)) for name in short.program.inputs)
     form = ", ".join(f"{name} {list(kind.shape)} {kind.dtype}" for name, kind in own)
     cuts = _always(known.cuts)
-    return Executable(long.program, plan, long.constants, flatten, short.unflatten_outputs, cuts=cuts, form=form)
+    return Executable(
+        long.program, plan, long.constants, flatten, short.unflatten_outputs, cuts=cuts, form=form,
+        read_values=frozenset(short.read_values),
+    )  # fmt: skip
 
 
 def _always(cuts: Cuts) -> Callable[[Sequence[Any], Mapping[str, Any]], Cuts]:

@@ -13,7 +13,7 @@ from autopar.trace.loss_function import LossFunction, put_loss_inside, require_t
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
 from autopar.trace.shared_memory import check_memory
-from autopar.trace.signature import as_batch, bind, default_example_inputs
+from autopar.trace.signature import as_batch, bind, can_be_read, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.tracing import Traced, trace
@@ -29,6 +29,7 @@ __all__ = [
     "as_model",
     "bind",
     "call_opener",
+    "can_be_read",
     "check_memory",
     "check_one_graph",
     "compare",

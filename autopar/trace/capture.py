@@ -7,7 +7,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -29,6 +29,7 @@ from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
 from autopar.trace.instance_norms import written_instance_norms
+from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
@@ -87,9 +88,13 @@ class _Wrapper(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
-        args, kwargs = self._form.arguments(tensors)
-        with RepeatedCalls():
-            returned = self._call(*args, **kwargs)
+        args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
+        try:
+            with RepeatedCalls():
+                returned = self._call(*args, **kwargs)
+        except Exception as error:  # while the trace, in which the error is looked for, is under way
+            self.records.read = inputs_behind(error, tensors)
+            raise
         self.records.outputs, result = describe(returned)
         if not result:
             refuse_output(returned)
@@ -109,6 +114,7 @@ class _Records:
     outputs: Structure | None = None
     notes_once: dict[str, None] = field(default_factory=dict[str, None])
     items: list[str] = field(default_factory=list[str])
+    read: tuple[int, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -217,8 +223,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note))
                 patches.enter_context(torch_internals.unread_masks())
-                patches.enter_context(torch_internals.known_constants(_MOST_ENTRIES))
+                patches.enter_context(torch_internals.known_constants(MOST_COMPUTED if form.reads else _MOST_ENTRIES))
+                patches.enter_context(known_values() if form.reads else nullcontext())
                 patches.enter_context(_unlogged())
+                patches.enter_context(torch_internals.unprinted_graphs())
                 patches.enter_context(written_instance_norms())
                 patches.enter_context(counts_of_known_length())
                 patches.enter_context(written_covariances())
@@ -234,7 +242,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     except AutoparError:
         raise
     except Exception as error:
-        raise _explain(error, form, wrapper.get_submodule(WRAPPED)) from error
+        explained = _explain(error, form, wrapper.get_submodule(WRAPPED))
+        if isinstance(explained, ValueReadError):
+            explained.inputs = wrapper.records.read
+        raise explained from error
 
 
 @contextmanager
@@ -273,11 +284,13 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
                 f"{where or 'the model'}: eager experts look up in Python which of them got tokens, so the model is "
                 "not one graph. Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"
             )
-        return TraceError(
+        needs = ValueReadError(
             f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
             "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "
             "plain Python argument; shapes must not depend on values"
         )
+        needs.where = where
+        return needs
     if "at least two devices" in text and "meta" in text:
         return TraceError(
             f"{where or 'the model'}: a tensor on the meta device is no parameter and no buffer ({text}): register "

@@ -127,7 +127,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(Selected, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def select(x: Any, index: Any) -> Selected | None:
+def select(x: Any, index: Any) -> Selected | Tensor | None:
     """``x[index]`` if that is a selection by a boolean tensor, else None."""
     indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
     mask = indices[0] if len(indices) == 1 else None
@@ -135,6 +135,8 @@ def select(x: Any, index: Any) -> Selected | None:
         return None
     if tuple(x.shape[: mask.dim()]) != tuple(mask.shape):
         return None
+    if torch_internals.has_known_values(mask):
+        return x[mask.nonzero().unbind(1)]
     return Selected(x, _Mask(mask.clone(), mask, mask._version, user_line())).harmless()
 
 

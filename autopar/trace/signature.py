@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,26 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
+from autopar.trace import torch_internals
 from autopar.trace.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
 
-__all__ = ["CallForm", "as_batch", "bind", "call_form", "check_model", "default_example_inputs", "signature_text"]
+__all__ = [
+    "MOST_READ",
+    "CallForm",
+    "ReadValues",
+    "as_batch",
+    "bind",
+    "call_form",
+    "can_be_read",
+    "check_model",
+    "default_example_inputs",
+    "signature_text",
+    "values_of",
+]
+
+# The sizes of 341 images.  Ids of tokens are mostly more, and differ in every batch, for each of which to plan anew
+# would take longer than its step.
+MOST_READ = 1024
 
 
 def default_example_inputs(model: nn.Module) -> dict[str, Any]:
@@ -105,12 +123,37 @@ def _is_default(value: Any, default: Any) -> bool:
     return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
 
 
+def can_be_read(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether the values of such an input may become constants of a trace: few integers or truth values."""
+    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(shape) <= MOST_READ
+
+
+def values_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """What is in a tensor of integers, in row-major order; None where that is not known."""
+    if tensor.is_meta or torch_internals.is_fake(tensor):
+        return None
+    numbers: Any = tensor.flatten()
+    return tuple(numbers.tolist())
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """An input whose values forward reads in Python: its place among the tensors, the values in row-major order, and
+    the line that reads them.
+    """
+
+    place: int
+    values: tuple[int, ...]
+    where: str
+
+
 @dataclass(frozen=True)
 class CallForm:
     """What every call of a traced model must look like: the structure of its arguments, and each tensor's
     type.
 
-    `cast` is the dtype that floating inputs are turned into (mixed precision), or None.
+    `cast` is the dtype that floating inputs are turned into (mixed precision), or None; `reads` are the inputs whose
+    values must be equal too.
     """
 
     model_signature: inspect.Signature
@@ -120,6 +163,22 @@ class CallForm:
     dtypes: tuple[torch.dtype, ...]
     names: tuple[str, ...]
     cast: torch.dtype | None
+    reads: tuple[ReadValues, ...] = ()
+
+    @property
+    def read_values(self) -> dict[str, tuple[int, ...]]:
+        """The inputs whose values must be equal too, by name."""
+        return {self.names[read.place]: read.values for read in self.reads}
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        return [
+            f"{read.where or 'the model'}: forward reads the values of input {self.names[read.place]!r} "
+            f"{list(self.shapes[read.place])} in Python, so this plan is for these values only: calls with others are "
+            "planned when they first come"
+            for read in self.reads
+        ]
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``args, kwargs`` for the model's forward, with `tensors` in place of the example's."""
@@ -199,8 +258,19 @@ class _Forward:
                     f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was made for "
                     f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
                 )
+        for read in self.form.reads:
+            self._compare_values(read, tensors[read.place])
         cast = self.form.cast
         return [t.to(cast) if cast not in (None, t.dtype) and t.is_floating_point() else t for t in tensors]
+
+    def _compare_values(self, read: ReadValues, tensor: Tensor) -> None:
+        values = values_of(tensor)
+        if values != read.values:
+            given = "no values" if values is None else f"the values {list(values)}"
+            raise InputShapeError(
+                f"input {self.form.names[read.place]!r} has {given}, but the plan was made for {list(read.values)}, "
+                f"which forward reads in Python ({read.where or 'in the model'}). Plan again for these"
+            )
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         stand_in = nn.Module()

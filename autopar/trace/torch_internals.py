@@ -23,8 +23,10 @@ from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
+from torch.export import _trace as export_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
@@ -46,10 +48,12 @@ __all__ = [
     "flatten",
     "flatten_one_level",
     "gradient_engine",
+    "has_known_values",
     "intercept_autograd_functions",
     "intercept_gradients",
     "intercept_selections",
     "is_cast_on_gpus",
+    "is_fake",
     "is_higher_order",
     "is_plain_op",
     "is_wrapped_number",
@@ -60,6 +64,7 @@ __all__ = [
     "storage_key",
     "unchecked_values",
     "unflatten",
+    "unprinted_graphs",
     "unread_masks",
     "untraced",
     "values_to_print",
@@ -318,6 +323,23 @@ def known_constants(most_entries: int) -> Iterator[None]:
         patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", most_entries),
     ):
         yield
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def unprinted_graphs() -> Iterator[None]:
+    """Inside, torch.export doesn't print the graph that it had made when it failed."""
+    with patch.object(export_trace, "print", lambda *_, **__: None, create=True):  # pyright: ignore[reportUnknownLambdaType]
+        yield
+
+
+def has_known_values(tensor: Tensor) -> bool:
+    """Whether torch knows what is in a fake tensor: it was written down, or computed from tensors that were."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is not None
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

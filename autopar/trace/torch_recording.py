@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -161,6 +161,11 @@ class Recorder:
     def result_like(self, x: Any) -> Result:
         """What there is to know of an ordinary tensor in memory of its own."""
         return Result(tuple(x.shape), x.stride(), x.dtype, x.fake_device, x.requires_grad)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """What has been recorded."""
+        return self._tracer.graph
 
     def last_node(self) -> fx.Node:
         """What was recorded last."""
@@ -375,6 +380,32 @@ class OpsBelow(TorchDispatchMode):
             taken = self._graph.call_function(getitem, (node, index))
             taken.meta["val"] = part
             self._made[part] = taken
+
+
+def sources_of(graph: fx.Graph, symbols: Collection[str] = ()) -> list[fx.Node]:
+    """The placeholders that numbers follow from which depend on data: all of them, or those with these `symbols`."""
+    known: set[str] = set()
+    waiting: list[fx.Node] = []
+    for node in graph.nodes:
+        new = _symbols_of(node.meta.get("val")) - known  # what comes after takes them from here
+        known |= new
+        if new and (not symbols or not new.isdisjoint(symbols)):
+            waiting.append(node)
+    seen: dict[fx.Node, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting.extend(node.all_input_nodes)
+    return [node for node in seen if node.op == "placeholder"]
+
+
+def _symbols_of(value: Any) -> set[str]:
+    """The names of the numbers that depend on data in what an op gives: in a number, or in the sizes of a tensor."""
+    leaves, _ = torch_internals.flatten(value)
+    numbers = [part for x in leaves for part in (x.shape if isinstance(x, Tensor) else [x])]
+    symbolic = (part for part in numbers if isinstance(part, torch.SymInt | torch.SymFloat | torch.SymBool))
+    return {str(symbol) for part in symbolic for symbol in part.node.expr.free_symbols}
 
 
 def _stem(graph: fx.Graph, node: fx.Node) -> str | None:

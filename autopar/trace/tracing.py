@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
 
-from autopar.errors import OutputError
+from autopar.errors import OutputError, TraceError
 from autopar.garbage import collected_seldom
 from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
 from autopar.step.variants import as_decided
 from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, padding, rewrites
-from autopar.trace.capture import capture
+from autopar.trace.capture import Captured, capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
 from autopar.trace.gpu_casts import casts_of
@@ -26,8 +27,9 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import cut_layers, divide_layers
+from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
-from autopar.trace.signature import call_form, make_flatten
+from autopar.trace.signature import CallForm, call_form, make_flatten
 from autopar.trace.structure import Dropped, Leaf, Structure, carried, rebuild, walk
 
 __all__ = ["PASSES", "Traced", "normalise", "trace"]
@@ -46,6 +48,7 @@ class Traced:
             shape, dtype or in an argument that is no tensor.
         unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
         reads: attributes with whose values it was traced: path of the module, name.
+        read_values: inputs with whose values it was traced, as its calls must have them.
     """
 
     program: Program
@@ -53,6 +56,7 @@ class Traced:
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
     reads: frozenset[tuple[str, str]] = frozenset()
+    read_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
 
     def in_pieces(self, tokens: int) -> Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
@@ -132,11 +136,11 @@ def trace(
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
     with casts_of(device_type):
-        captured = capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
+        captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)
-        graph = normalise(convert(captured, form.names))
-    graph = replace(graph, notes=(*graph.notes, *captured.notes, *_dropped_notes(captured.outputs)))
+        graph = normalise(graph)
+    graph = replace(graph, notes=(*graph.notes, *captured.notes, *form.notes, *_dropped_notes(captured.outputs)))
     layers = divide_layers(graph, cut_layers(graph, captured.classes), stages_of)
     graph, pieces = _merge_within_layers(graph, layers)
     graph = attach_factors(graph)
@@ -157,7 +161,28 @@ def trace(
         carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
     )
     unflatten = _Unflatten(captured.outputs)
-    return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads)
+    return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values)
+
+
+def _capture(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], **how: Any
+) -> tuple[Captured, Graph, CallForm]:
+    """The exported model, its graph, and the form with the inputs whose values had to be known."""
+    while True:
+        try:
+            captured = capture(model, form, tensors, **how)
+            return captured, _convert(captured, form, tensors), form
+        except ValueReadError as error:
+            form = with_values(form, tensors, error)
+
+
+def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> Graph:
+    try:
+        return convert(captured, form.names)
+    except TraceError as error:
+        exported = captured.exported
+        names = [spec.arg.name for spec in exported.inputs if spec.kind is InputKind.USER_INPUT]
+        raise reading(error, exported.graph, names, tensors) from error
 
 
 def normalise(graph: Graph) -> Graph:

@@ -13,12 +13,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
 )
 
 import autopar
-from autopar.errors import LoaderError, TraceError
+from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.search import SearchRequest, search
@@ -83,25 +81,6 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
             largest = max(float(x.abs().max()) for x in expected.gradients.values())
             for name, x in expected.gradients.items():
                 torch.testing.assert_close(gradients[name], x, rtol=0, atol=1e-9 * largest)
-
-
-@pytest.mark.slow
-def test_a_vision_model_that_reads_sizes_of_images_from_a_tensor_is_refused_with_its_line() -> None:
-    skip_before_transformers_5("the configuration is another one")
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-            "vocab_size": 64, "num_key_value_heads": 2, "use_cache": False, "rope_parameters": rope}  # fmt: skip
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60, vision_start_token_id=62)
-    model = Qwen2VLForConditionalGeneration(config)
-    ids = torch.tensor([[1, 62, 60, 60, 60, 60, 2, 3]] * 2)
-    example = {
-        "input_ids": ids, "labels": ids, "position_ids": torch.arange(8).expand(3, 2, 8),
-        "pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
-    }  # fmt: skip
-    assert model(**example).loss.isfinite()
-    with pytest.raises(TraceError, match=r"modeling_qwen2_vl.*so the model is not one graph"):
-        autopar.api.trace_model(model, example)
 
 
 class Captions(Dataset[dict[str, Tensor]]):

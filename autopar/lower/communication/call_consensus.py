@@ -24,7 +24,7 @@ import re
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -50,6 +50,7 @@ _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compilin
 _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
+_FEW = 1024  # entries; of an input that is read in Python there are no more
 PLANNING = "the planning for "  # before the kind of a call that runs for the first time with such inputs
 _LOGGER = logging.getLogger("autopar")
 
@@ -247,9 +248,10 @@ class CallConsensus:
                 "call": self._where, "backward": backward,
                 "forms": [[name, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"] for name, x in tensors],
                 "inputs": self._digests(tensors, peers, waits=waits),
+                "host": self._host_digests(tensors),
                 "random": digest_generators(self._device) if self.compares_draws else 0,
             }  # fmt: skip
-            self._compare("", {**record, "forms": [], "inputs": ["", {}]} if peers else record)
+            self._compare("", {**record, "forms": [], "inputs": ["", {}], "host": {}} if peers else record)
             if peers:
                 self._compare(peers, record)
         return result
@@ -273,6 +275,14 @@ class CallConsensus:
         error = _difference(self._rank, mine, rank, theirs, _ROWS if peers else _BATCHES, is_in_step=self.is_in_step)
         if error is not None:
             raise error
+
+    def _host_digests(self, named: Named) -> dict[str, int]:
+        """Of few integers in the host's memory, which may decide what runs: they are compared before it does."""
+        return {
+            name: int(digest_of(x))
+            for name, x in named
+            if x.device.type == "cpu" and x.numel() <= _FEW and not x.is_floating_point()
+        }
 
     def _digests(self, named: Named, peers: str, *, waits: bool) -> list[Any]:
         """``[the call that they are of, {input: digest}]``.
@@ -353,10 +363,23 @@ def _difference(
     me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], remedy: str, *, is_in_step: bool
 ) -> AutoparError | None:
     forms, their_forms = ([form for _, form in record["forms"]] for record in (mine, theirs))
+    if mine["call"] != theirs["call"]:  # who plans lists inputs in the order of the call, not of the program
+        forms, their_forms = sorted(forms), sorted(their_forms)
     if forms != their_forms and _what(mine) == _what(theirs):
         return InputShapeError(
             f"ranks were given inputs of different shapes: rank {me} came to {mine['call']} with {_forms_text(mine)}, "
             f"rank {rank} to {theirs['call']} with {_forms_text(theirs)}. {_BATCHES}"
+        )
+    unlike = [name for name, digest in mine["host"].items() if digest != theirs["host"].get(name, digest)]
+    is_same_call = mine["call"].removeprefix(PLANNING) == theirs["call"].removeprefix(PLANNING)
+    if unlike and is_same_call:
+        return _unlike_batches(me, mine["call"], rank, unlike, remedy)
+    if mine["call"] != theirs["call"] and is_same_call:
+        new = me if mine["call"].startswith(PLANNING) else rank
+        return InputShapeError(
+            f"rank {new} has to plan for its inputs, and rank {me + rank - new} has a plan for its own, where "
+            f"rank {me} came to {mine['call']} and rank {rank} to {theirs['call']}: their shapes are equal, but a "
+            f"plain argument is not, or the values of an input that forward reads in Python. {_BATCHES}"
         )
     if mine["call"] != theirs["call"]:
         return RankError(
@@ -372,10 +395,7 @@ def _difference(
     if mine["inputs"] != theirs["inputs"]:
         call, digests = mine["inputs"]
         unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
-        return MeshError(
-            f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs "
-            f"from that of rank {rank}. {remedy}"
-        )
+        return _unlike_batches(me, call, rank, unlike, remedy)
     if is_in_step and mine["random"] != theirs["random"]:
         return RankError(
             f"the default random generators of ranks {me} and {rank} are out of step in {mine['call']}: since the "
@@ -384,6 +404,13 @@ def _difference(
             "torch.random.fork_rng() or from a torch.Generator of its own"
         )
     return None
+
+
+def _unlike_batches(me: int, call: str, rank: int, unlike: Sequence[str], remedy: str) -> MeshError:
+    return MeshError(
+        f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs from that "
+        f"of rank {rank}. {remedy}"
+    )
 
 
 def _say_ended(store: Store, rank: int) -> None:

@@ -54,6 +54,7 @@ class Executable(NamedTuple):
             dim -> length.
         form: name, shape and dtype of each tensor of those calls; ``""``: they are the program's inputs.
         settings: the attributes that it was traced with and that differ from those of the first program.
+        read_values: inputs of which `flatten_inputs` takes one value each only.
     """
 
     program: Program
@@ -65,6 +66,7 @@ class Executable(NamedTuple):
     cuts: Callable[[Sequence[Any], Mapping[str, Any]], Cuts] = no_cuts
     form: str = ""
     settings: Settings = ()
+    read_values: frozenset[str] = frozenset()
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

@@ -314,9 +314,9 @@ class ParallelModule(ModuleInspection):
             assert ready is not None
             executor, tensors = ready
             named = zip(executor.executable.program.inputs, tensors, strict=True)
-            return ready, [
-                (n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor)
-            ]  # compared before
+            compared = ((n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor))  # compared before
+            # What decides which program runs is compared before it runs; its values were waited for already.
+            return ready, [(n, x.cpu() if n in executor.executable.read_values else x) for n, x in compared]
 
         ready, problem = attempt(look_up)
         if ready is None and problem is None:

@@ -1,0 +1,140 @@
+"""Vision models that read the sizes of images in Python: a plan for each set of sizes, exact to one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+import autopar
+from autopar.errors import MeshError, TraceError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.search import SearchRequest, search
+from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
+from tests.lower.runs import build, loss_of
+from tests.models import skip_before_transformers_5
+from tests.ranks import run_ranks
+from tests.zoo import quick_prices
+
+TOKENS, IMAGE, START = 20, 60, 62
+Grids = list[tuple[int, int, int]]
+SMALL, WIDE, HIGH = (1, 4, 4), (1, 4, 8), (1, 8, 4)  # frames, height and width in patches, of which 4 are a token
+
+
+def small(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "vocab_size": 64, "num_key_value_heads": 2, "use_cache": False, "rope_parameters": rope}  # fmt: skip
+    ids = {"image_token_id": IMAGE, "vision_start_token_id": START}
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    if kind == "qwen2":
+        vision |= {"embed_dim": 32, "mlp_ratio": 2}
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    else:
+        vision |= {"out_hidden_size": 32, "intermediate_size": 48, "window_size": 16, "fullatt_block_indexes": [1]}
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+    return model.double()
+
+
+def batch_of(grids: Grids, seed: int = 0) -> dict[str, Tensor]:
+    """Four rows, an image in each of the first ones."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 50, (4, TOKENS), generator=random)
+    patches = [frames * height * width for frames, height, width in grids]
+    for row, count in zip(ids, patches, strict=False):
+        row[1], row[2 : 2 + count // 4] = START, IMAGE
+    return {
+        "input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100),
+        "position_ids": torch.arange(TOKENS).expand(3, 4, TOKENS),
+        "pixel_values": torch.randn(sum(patches), 96, generator=random, dtype=torch.float64),
+        "image_grid_thw": torch.tensor(grids),
+    }  # fmt: skip
+
+
+BATCHES = [
+    batch_of([SMALL, WIDE, HIGH, SMALL], 1), batch_of([WIDE, SMALL, HIGH, SMALL], 2),
+    batch_of([SMALL, WIDE, HIGH, SMALL], 3), batch_of([HIGH, (1, 8, 8)], 4),
+]  # fmt: skip
+
+
+def steps_of(made: Any, batches: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for batch in batches:
+        loss = loss_of(made(**batch))
+        loss.backward()
+        named = [(name, p.grad) for name, p in made.named_parameters() if p.grad is not None]
+        found.append((loss.item(), {name: made._whole(name, x) for name, x in named}))
+        made.zero_grad()
+    return found
+
+
+def assert_equal(
+    steps: list[tuple[float, dict[str, Tensor]]], alone: list[Any], *, loss: float = 1e-12, gradient: float = 1e-9
+) -> None:
+    """Within relative errors; gradients relative to the largest entry of all."""
+    for (found, gradients), expected in zip(steps, alone, strict=True):
+        assert found == pytest.approx(expected.losses[0], rel=loss)
+        largest = max(float(x.abs().max()) for x in expected.gradients.values())
+        for name, x in expected.gradients.items():
+            torch.testing.assert_close(gradients[name], x, rtol=0, atol=gradient * largest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world", "asked"),
+    [
+        ("qwen2", 2, "data=2"),
+        ("qwen2", 4, "data=2 tensor=2"),
+        ("qwen2.5", 2, "tensor=2"),
+        ("qwen2.5", 4, "data=4"),
+    ],
+)
+def test_images_of_several_sizes_train_as_on_one_device(kind: str, world: int, asked: str) -> None:
+    skip_before_transformers_5("the configuration is another one")
+    model = small(kind)
+    traced = keep_double_program(autopar.api.trace_model(model, BATCHES[0]))
+    assert [*traced.read_values] == ["image_grid_thw"]
+    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
+    planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)
+    alone = [run_single(model, batch, 1, in_double=True) for batch in BATCHES]
+
+    def rank(talk: Communicator) -> tuple[list[tuple[float, dict[str, Tensor]]], int]:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        return steps_of(made, BATCHES), len(made.plans)
+
+    for steps, num_plans in simulate(world, rank):
+        assert_equal(steps, alone)
+        assert num_plans == 3  # the third batch has the sizes of the first
+
+
+def on_gloo(kind: str) -> list[tuple[float, dict[str, Tensor]]]:
+    mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
+    with pytest.raises(TraceError, match="leave inputs='local' out"):
+        autopar.parallelize(small(kind), mesh, BATCHES[0], profile=False, inputs="local")
+    made: Any = autopar.parallelize(small(kind), mesh, BATCHES[0], profile=False, constraints=["data=2"])
+    found = steps_of(made, BATCHES[:2])
+    for grids in ([[WIDE, SMALL], [SMALL, WIDE]], [[SMALL, WIDE, HIGH, SMALL], [HIGH, WIDE, SMALL, SMALL]]):
+        # Of equal shapes.  Of the first, no rank has a plan; of the second, rank 0 has one.
+        with pytest.raises(MeshError, match=r"'image_grid_thw'.* of rank . differs from that of rank"):
+            made(**{**BATCHES[0], "image_grid_thw": torch.tensor(grids[rank])})
+    return found
+
+
+@pytest.mark.slow
+def test_gloo_processes_agree_on_sizes_of_images() -> None:
+    skip_before_transformers_5("the configuration is another one")
+    alone = [run_single(small("qwen2"), batch, 1) for batch in BATCHES[:2]]
+    for steps in run_ranks(on_gloo, 2, "qwen2"):
+        # The model casts rotary embeddings and logits to float32.
+        assert_equal(steps, alone, loss=1e-6, gradient=1e-6)
