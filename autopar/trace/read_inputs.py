@@ -35,6 +35,9 @@ __all__ = [
 # What follows from an input's values, such as the places of patches in windows, is computed while tracing up to so
 # many entries: an image of 7,000 by 7,000 pixels has fewer patches of 28 by 28.
 MOST_COMPUTED = 1 << 16
+# Of an input that forward only branches on: a few settings may be meant so, while ids of tokens are others in every
+# batch, and to plan for each would take longer than the training.
+_MOST_BRANCHED_ON = 16
 _SYMBOLS = re.compile(r"\bz?uf?\d+\b")  # of numbers that depend on data, as torch names them
 
 
@@ -89,22 +92,29 @@ def inputs_behind(error: BaseException, tensors: Sequence[Tensor]) -> tuple[int,
         return ()
     symbols = set(_SYMBOLS.findall(str(error).split("\n", 1)[0]))
     names = [getattr(recorder.node_of(x), "name", "") for x in tensors]
-    return _integers(torch_recording.sources_of(recorder.graph, symbols), names, tensors)
+    return _integers(*torch_recording.sources_of(recorder.graph, symbols), names, tensors)
 
 
 def reading(error: TraceError, graph: fx.Graph, names: Sequence[str], tensors: Sequence[Tensor]) -> ValueReadError:
     """`error`, which a graph has caused with numbers that depend on data; `names` are those of its inputs."""
     made = ValueReadError(str(error))
-    made.inputs = _integers(torch_recording.sources_of(graph), names, tensors)
+    made.inputs = _integers(*torch_recording.sources_of(graph), names, tensors)
     made.where = str(error).split(": ", 1)[0]
     return made
 
 
-def _integers(sources: Sequence[fx.Node], names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The places of `sources` among the inputs, if all of them are inputs of integers."""
+def _integers(
+    sources: Sequence[fx.Node], is_truth: bool, names: Sequence[str], tensors: Sequence[Tensor]
+) -> tuple[int, ...]:
+    """The places of `sources` among the inputs, if all of them are inputs of integers, and small ones for a truth
+    value.
+    """
     places = [names.index(node.name) if node.name in names else -1 for node in sources]
-    is_float = any(tensors[place].is_floating_point() for place in places)
-    return () if is_float or min(places, default=-1) < 0 else tuple(sorted(places))
+    if min(places, default=-1) < 0:
+        return ()
+    behind = [tensors[place] for place in places]
+    is_other = any(x.is_floating_point() or (is_truth and x.numel() > _MOST_BRANCHED_ON) for x in behind)
+    return () if is_other else tuple(sorted(places))
 
 
 @contextmanager

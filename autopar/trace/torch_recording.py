@@ -382,22 +382,27 @@ class OpsBelow(TorchDispatchMode):
             self._made[part] = taken
 
 
-def sources_of(graph: fx.Graph, symbols: Collection[str] = ()) -> list[fx.Node]:
-    """The placeholders that numbers follow from which depend on data: all of them, or those with these `symbols`."""
+def sources_of(graph: fx.Graph, symbols: Collection[str] = ()) -> tuple[list[fx.Node], bool]:
+    """The placeholders that numbers follow from which depend on data: all of them, or those with these `symbols`.
+
+    And whether one of these numbers is a truth value.
+    """
     known: set[str] = set()
     waiting: list[fx.Node] = []
+    is_truth = False
     for node in graph.nodes:
         new = _symbols_of(node.meta.get("val")) - known  # what comes after takes them from here
         known |= new
         if new and (not symbols or not new.isdisjoint(symbols)):
             waiting.append(node)
+            is_truth |= isinstance(node.meta.get("val"), torch.SymBool)
     seen: dict[fx.Node, None] = {}
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen[node] = None
             waiting.extend(node.all_input_nodes)
-    return [node for node in seen if node.op == "placeholder"]
+    return [node for node in seen if node.op == "placeholder"], is_truth
 
 
 def _symbols_of(value: Any) -> set[str]:

@@ -112,6 +112,23 @@ def test_what_follows_from_floats_stays_refused() -> None:
     assert "'sizes'" not in str(caught.value)
 
 
+class Ending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.table(ids).sum()
+        return y.square() if (ids == 7).any() else y
+
+
+def test_branches_on_tokens_stay_refused() -> None:
+    assert trace(Ending(), (), {"ids": torch.arange(4)[None]}).read_values == {"ids": (0, 1, 2, 3)}
+    with pytest.raises(TraceError, match="so the model is not one graph") as caught:
+        trace(Ending(), (), {"ids": torch.arange(32)[None] % 8})
+    assert "'ids'" not in str(caught.value)
+
+
 def test_local_inputs_are_refused() -> None:
     traced = trace(Pieces(), (), inputs_of(SIZES))
     assert check_read_values(traced, is_local=False) is traced
