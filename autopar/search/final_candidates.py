@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Shape
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
+from autopar.search.pipeline.schedule_estimates import is_small
+from autopar.search.pipeline.stage_cuts import PipelineCuts
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
@@ -24,6 +27,12 @@ _TIMES_SHRUNK = 2
 # of a decoder, a mixture of experts and a function on 4 devices by up to 54 %.
 _OVERCOUNTED = 1.6
 _WALKED = 12  # of paths that don't fit as they are counted nor otherwise: each walk takes as long as a simulation
+# The same of pipelines.  Only small ones (`is_small`) are walked: each takes about 0.02 s, others up to a second.
+_PIPELINES_WALKED = 24
+# Ways to cut, the fastest first, whose layers are chosen again with more memory, and with how much, relative to the
+# limit.  With the largest alone pipelines of five small models were up to 88 % slower than what was known to fit.
+_SOLVED_AGAIN = 4
+_LARGER = (_OVERCOUNTED, 1.4, 1.25, 1.12, 1.05)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +45,7 @@ class PlanCandidate:
     least_s: float
     visible_s: float
     decide: Callable[[], Decisions]
-    counted_bytes: float = 0.0  # as searches count them, without stages
+    counted_bytes: float  # as searches count them
     shape: Shape | None = None
     known: dict[int, Plan] = field(default_factory=dict[int, Plan])
     walked: dict[int, float] = field(default_factory=dict[int, float])
@@ -48,9 +57,15 @@ class PlanCandidate:
     def of_pipeline(cls, pipeline: PipelineCandidate, times_shrunk: int = 0) -> PlanCandidate:
         """One with stages."""
         return cls(
-            pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, shape=pipeline.shape,
-            pipeline=pipeline, times_shrunk=times_shrunk,
+            pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.peak_bytes,
+            pipeline.shape, pipeline=pipeline, times_shrunk=times_shrunk,
         )  # fmt: skip
+
+    @property
+    def setting(self) -> tuple[int, int]:
+        """Device groups and microbatches of a pipeline."""
+        assert self.shape is not None
+        return self.shape.num_groups, self.shape.num_microbatches
 
     @cached_property
     def pricing(self) -> StepPricing:
@@ -63,6 +78,8 @@ class PlanCandidate:
     @property
     def walked_bytes(self) -> float:
         """The most that a device holds at any moment of the step."""
+        if self.shape is not None:
+            return self.simulate().peak_memory_bytes
         if self.number not in self.walked:
             self.walked[self.number] = self.pricing.peak_memory_bytes
         return self.walked[self.number]
@@ -102,12 +119,12 @@ class PlanCandidate:
 
 @dataclass(eq=False)
 class FlatCandidates:
-    """Those without stages that may fit: the others hold more at some moment than the limit."""
+    """Those without stages, and which candidates may fit: the others hold more at some moment than the limit."""
 
     searched: tuple[SingleStagePaths, ...]
     limit_bytes: float
     batch_bytes: float
-    _num_walked: int = 0
+    _num_walked: Counter[bool] = field(default_factory=Counter[bool])
 
     @cached_property
     def all(self) -> tuple[PlanCandidate, ...]:
@@ -123,25 +140,44 @@ class FlatCandidates:
         )  # fmt: skip
 
     def may_fit(self, candidate: PlanCandidate) -> bool:
-        """Whether it fits as it is counted or, of a few that don't, by the walk through the step."""
-        if candidate.shape is not None or candidate.counted_bytes <= self.limit_bytes:
+        """Whether it fits as it is counted or, of a few that don't, by the walk through the step; of pipelines also
+        those that the walk finds too large: they can be made smaller.
+        """
+        if candidate.counted_bytes <= self.limit_bytes or candidate.times_shrunk:
             return True
-        if self._num_walked >= _WALKED or candidate.counted_bytes > _OVERCOUNTED * self.limit_bytes:
+        has_stages = candidate.shape is not None
+        most = _PIPELINES_WALKED if has_stages else _WALKED
+        if self._num_walked[has_stages] >= most or candidate.counted_bytes > _OVERCOUNTED * self.limit_bytes:
             return False
         is_fitting = candidate.walked_bytes <= self.limit_bytes + self.batch_bytes
-        self._num_walked += not is_fitting
-        return is_fitting
+        self._num_walked[has_stages] += not is_fitting
+        return is_fitting or has_stages
 
 
 def with_stages(pipelines: PipelineResults | None) -> Iterator[PlanCandidate]:
-    """The pipelines that fit, each once."""
+    """The pipelines that fit, and small ones that may fit though more is counted, each once."""
     seen: set[tuple[object, ...]] = set()
-    for pipeline in pipelines.fitting if pipelines else ():
+    if pipelines is None:
+        return
+    small = [each for each in pipelines.found if is_small(each.shape) and each.has_host_room]
+    for pipeline in (*pipelines.fitting, *small, *_with_more_memory(pipelines, small)):
         key = id(pipeline.candidates), pipeline.cuts, pipeline.path
-        if key in seen:
-            continue
-        seen.add(key)
-        yield PlanCandidate.of_pipeline(pipeline)
+        if key not in seen:
+            seen.add(key)
+            yield PlanCandidate.of_pipeline(pipeline)
+
+
+def _with_more_memory(pipelines: PipelineResults, known: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
+    """The fastest ones, each way to cut once, with candidates of their layers that are counted as larger than the limit
+    by as much as may be counted too much.
+    """
+    fastest: dict[PipelineCuts, PipelineCandidate] = {}
+    for pipeline in sorted(known, key=lambda each: each.step_s):
+        fastest.setdefault(pipeline.cuts, pipeline)
+    for pipeline in list(fastest.values())[:_SOLVED_AGAIN]:
+        for share in _LARGER:
+            limits_bytes = dict.fromkeys(range(pipeline.shape.num_groups), share * pipelines.limit_bytes)
+            yield pipeline.within(limits_bytes, pipelines.schedules)
 
 
 def host_shortage(plan: Plan, prices: Prices) -> str:

@@ -108,6 +108,8 @@ def _search(
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
     plan, notes = selected
+    if bounded is not None and pipelines is not None:
+        bounded.bound_up_to(pipelines.largest_bytes)
     gap, compute_gap = math.inf, partial(_optimality_gap, single_stage, bounded, plan, request)
     if request.gaps is None:
         gap = compute_gap()

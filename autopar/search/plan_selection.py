@@ -61,8 +61,9 @@ def select_plan(
 
     What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
     any one moment; where the walk through the step finds more all the same, a plan doesn't fit, and a pipeline is made
-    smaller.  Of plans without stages that don't fit as they are counted, a few are walked through: so what fits is also
-    found if the limit is its own peak.  `limit_bytes` leaves out the batch, of `batch_bytes`, which the walk counts.
+    smaller.  Of plans that don't fit as they are counted, a few are walked through, of pipelines only small ones: so
+    what fits is mostly found as well if the limit is its own peak.  `limit_bytes` leaves out the batch, of
+    `batch_bytes`, which the walk counts.
 
     Raises:
         HostMemoryError: what fits on devices offloads more than their hosts have room for.
@@ -71,25 +72,25 @@ def select_plan(
     best: Plan | None = None
     fastest: Plan | None = None
     notes: Sequence[str] = ()
-    too_large: list[float] = []
+    refused: list[PlanCandidate] = []
     shortages: list[str] = []  # of the hosts' memory
-    simulated: list[Shape] = []
+    staged: list[PlanCandidate] = []  # with stages, simulated, and fitting
     flat = FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
     queue = sorted([*flat.all, *with_stages(pipelines)], key=_seconds_of)
     while queue:
         candidate = queue.pop(0)
-        if not _is_worth_simulating(candidate, best, simulated, flat, request):
+        if not _is_worth_simulating(candidate, best, staged, flat, request):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
             shortages.append(short)
-            too_large.append(plan.peak_memory_bytes)
+            refused.append(candidate)
             if smaller := candidate.shrunk(limit_bytes + batch_bytes):
                 bisect.insort(queue, smaller, key=_seconds_of)
             continue
-        is_new = candidate.shape is None or _setting_of(candidate.shape) not in map(_setting_of, simulated)
+        is_new = candidate.shape is None or candidate.setting not in {each.setting for each in staged}
         if candidate.shape is not None:
-            simulated.append(candidate.shape)
+            staged.append(candidate)
         # Who asks may time the layers of each: pipelines of one setting have nearly the same.
         if request.on_final is not None and (is_new or best is None or _order(plan) < _order(best)):
             request.on_final(plan)
@@ -98,13 +99,9 @@ def select_plan(
         if best is None or _order(plan) < _order(best):
             best, notes = plan, candidate.context.notes
     if best is not None:
+        _note_largest(pipelines, staged)
         return best, [*notes, _note_stages(best, fastest or best)]
-    _refuse(
-        shortages or _host_shortages(pipelines),
-        [] if any(each.counted_bytes <= limit_bytes for each in flat.all) else too_large,
-        limit_bytes + batch_bytes,
-        1 + request.memory_error,
-    )
+    _refuse(shortages or _host_shortages(pipelines), refused, flat, 1 + request.memory_error)
     return None
 
 
@@ -146,14 +143,14 @@ def replaced_by_stages_s(plan: Plan) -> float:
 def _is_worth_simulating(
     candidate: PlanCandidate,
     best: Plan | None,
-    simulated: Sequence[Shape],
+    staged: Sequence[PlanCandidate],
     flat: FlatCandidates,
     request: SearchRequest,
 ) -> bool:
     """Whether it may fit and replace `best`, after the pipelines that were simulated before it."""
     if best is None:
         return flat.may_fit(candidate)
-    is_passed_over = not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)
+    is_passed_over = not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, len(staged))
     if is_passed_over or not flat.may_fit(candidate):
         return False
     return request.on_final is not None or not candidate.is_slower(preferred_s(best))
@@ -184,6 +181,11 @@ def _note_stages(plan: Plan, fastest: Plan) -> str:
     )
 
 
+def _note_largest(pipelines: PipelineResults | None, fitting: Sequence[PlanCandidate]) -> None:
+    if pipelines is not None:
+        pipelines.largest_bytes = max((each.counted_bytes for each in fitting), default=0.0)
+
+
 def _host_shortages(pipelines: PipelineResults | None) -> Sequence[str]:
     """The message for the pipeline that offloads least of those that fit on devices, but not on hosts, if any does."""
     short = pipelines and pipelines.short_of_host
@@ -192,22 +194,22 @@ def _host_shortages(pipelines: PipelineResults | None) -> Sequence[str]:
     )
 
 
-def _setting_of(shape: Shape) -> tuple[int, int]:
-    return shape.num_groups, shape.num_microbatches
-
-
-def _is_late(shape: Shape | None, simulated: Sequence[Shape]) -> bool:
+def _is_late(shape: Shape | None, num_simulated: int) -> bool:
     """Whether enough pipelines were simulated."""
     if shape is None:
         return False
-    return len(simulated) >= (_SMALL_PIPELINES if is_small(shape) else _LARGE_PIPELINES)
+    return num_simulated >= (_SMALL_PIPELINES if is_small(shape) else _LARGE_PIPELINES)
 
 
-def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes: float, error: float) -> None:
-    """Raise the reason why no simulated plan fits: too little host memory, or peaks that are `too_large`."""
+def _refuse(shortages: Sequence[str], refused: Sequence[PlanCandidate], flat: FlatCandidates, error: float) -> None:
+    """Raise the reason why no simulated plan fits: too little host memory, or peaks of pipelines that are too large
+    though they fit as they are counted.
+    """
     for short in filter(None, shortages):
         raise HostMemoryError(f"no plan fits: {short}")
-    if too_large:
+    too_large = [each.walked_bytes for each in refused if each.counted_bytes <= flat.limit_bytes]
+    if too_large and not any(each.counted_bytes <= flat.limit_bytes for each in flat.all):
+        allowed_bytes = flat.limit_bytes + flat.batch_bytes
         raise InfeasibleError(
             f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: the smallest pipeline that was "
             f"simulated needs {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "

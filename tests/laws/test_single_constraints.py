@@ -110,3 +110,32 @@ def test_a_tighter_memory_limit_never_gives_a_faster_plan(model: str) -> None:
         assert plan.peak_memory_bytes <= limit
         assert plan.step_time_s >= before.step_time_s * (1 - 1e-9)
         before = plan
+
+
+@pytest.mark.parametrize(
+    ("model", "short"),
+    [
+        ("decoder", 0.01),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("function", 0.07), ("encoder", 0.01), ("experts", 0.06))
+        ),
+    ],
+)
+def test_a_pipeline_is_found_again_within_its_own_peak(model: str, short: float) -> None:
+    """And with more memory none is slower, both but for `short`: a search counts up to half more than a device holds at
+    once, and which pipelines it looks at depends on what it counts.
+    """
+    request = SearchRequest(constraints=("pipeline=2",), schedules=schedule_actions)
+
+    def within(limit: float) -> tuple[float, Plan]:
+        return limit, search(program(model), 4, prices(4), replace(request, memory_limit_bytes=limit))
+
+    first = search(program(model), 4, prices(4), request)
+    found = [within(share * first.peak_memory_bytes) for share in (1.0, 0.9, 0.8, 0.7)]
+    found += [within(plan.peak_memory_bytes) for _, plan in found]
+    for limit, plan in found:
+        assert plan.peak_memory_bytes <= limit
+        fitting = [each.step_time_s for _, each in found if each.peak_memory_bytes <= limit]
+        assert plan.step_time_s <= (1 + short) * min(fitting)
+    assert found[0][1].step_time_s <= (1 + short) * first.step_time_s

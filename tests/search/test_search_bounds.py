@@ -29,7 +29,10 @@ from tests.search.inner_programs import TablePrices
 PRICES = TablePrices(devices_per_node=2)
 PROGRAM = decoder_model(4, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
 PIPELINES = SearchRequest(
-    constraints=("pipeline=2", "schedule=1f1b"), max_microbatches=4, schedules=schedule_actions, memory_limit_bytes=4e5
+    constraints=("pipeline=2", "schedule=1f1b"),
+    max_microbatches=4,
+    schedules=schedule_actions,
+    memory_limit_bytes=3.3e5,
 )
 
 

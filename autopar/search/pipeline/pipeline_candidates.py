@@ -134,6 +134,10 @@ class PipelineCandidate:
         """The same cuts with candidates that make the peak of these device groups smaller, by so many bytes."""
         peaks_bytes = dict(zip(self.shape.groups, (each.peak_memory_bytes for each in self.stages), strict=True))
         limits_bytes = {group: peaks_bytes[group] - excess for group, excess in excess_bytes.items()}
+        return self.within(limits_bytes, schedules)
+
+    def within(self, limits_bytes: Mapping[int, float], schedules: ScheduleSource) -> PipelineCandidate:
+        """The same cuts with candidates for these limits of device groups, others than the tables' one."""
         rows = self.choices.solver.solve(self.cuts, self.rows, self.actions, limits_bytes=limits_bytes)
         return PipelineCandidate.of(self.choices, self.cuts, rows, schedules)
 
@@ -177,23 +181,29 @@ class ShapeBound:
     """No pipeline of this shape that fits takes fewer seconds than `bound_s`.
 
     `candidates` are those of all layers, None if they are not known; `cuts` are the first layers of the stages but the
-    first, if they are demanded.
+    first, if they are demanded.  `any_memory_s` is a bound that holds whatever the limit is.
     """
 
     shape: Shape
     bound_s: float
+    any_memory_s: float
     candidates: CandidateSet | None = None
     cuts: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class PipelineResults:
-    """The pipelines of a search, and lower bounds on the seconds of everything that was looked at."""
+    """The pipelines of a search, and lower bounds on the seconds of everything that was looked at.
+
+    `largest_bytes` is the most that was counted for a pipeline of these, or one made from them, that fits by the walk
+    through the step.
+    """
 
     schedules: ScheduleSource
     limit_bytes: float
     found: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
     bounds: list[ShapeBound] = field(default_factory=list[ShapeBound])
+    largest_bytes: float = 0.0
 
     @property
     def lower_bound_s(self) -> float:
@@ -230,6 +240,13 @@ class PipelineResults:
     def best_s(self) -> float:
         """Seconds of the best, infinite if there is none."""
         return self.best.step_s if self.best else np.inf
+
+    def bound_up_to(self, counted_bytes: float) -> None:
+        """Let the bounds hold for pipelines that are counted as so large, too."""
+        if counted_bytes > self.limit_bytes:
+            self.limit_bytes = counted_bytes
+            for each in self.bounds:
+                each.bound_s = each.any_memory_s
 
     def raise_bounds(self, enough_s: float) -> None:
         """Make `lower_bound_s` at least so much, as far as that is possible: always the least of the bounds a little,
@@ -290,7 +307,8 @@ def search_pipelines(
     whole = replace(candidates.tables, limit_bytes=results.limit_bytes)
     lower_bound_s = _least_chain_s(replace(candidates.least_tables, limit_bytes=results.limit_bytes), shapes)
     results.bounds += [
-        ShapeBound(shape, max(bound_s, lower_bound_s), candidates, demanded_cuts) for shape, bound_s in bounds.items()
+        ShapeBound(shape, max(bound_s, lower_bound_s), bound_s, candidates, demanded_cuts)
+        for shape, bound_s in bounds.items()
     ]
     idle = {shape: idle_of(shape, shape.actions(results.schedules)) for shape in shapes}
     if not any(layer.weight_s.any() for layer in whole.layers):
