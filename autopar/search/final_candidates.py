@@ -17,7 +17,7 @@ from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import StepPricing
 
-__all__ = ["FlatCandidates", "PlanCandidate", "host_shortage", "with_stages"]
+__all__ = ["MemoryFilter", "PlanCandidate", "host_shortage", "with_stages"]
 
 _ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # A search counts up to a tenth less for some device groups than the walk through the step finds: with so much less for
@@ -118,8 +118,8 @@ class PlanCandidate:
 
 
 @dataclass(eq=False)
-class FlatCandidates:
-    """Those without stages, and which candidates may fit: the others hold more at some moment than the limit."""
+class MemoryFilter:
+    """Which candidates may fit, some of which are walked through, and those of them that have no stages."""
 
     searched: tuple[SingleStagePaths, ...]
     limit_bytes: float
@@ -127,7 +127,7 @@ class FlatCandidates:
     _num_walked: Counter[bool] = field(default_factory=Counter[bool])
 
     @cached_property
-    def all(self) -> tuple[PlanCandidate, ...]:
+    def without_stages(self) -> tuple[PlanCandidate, ...]:
         """What no other path beats, however much memory it takes: a smaller limit leaves some of the same."""
         return tuple(
             PlanCandidate(

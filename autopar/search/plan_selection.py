@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Plan
 from autopar.schedules import Shape
-from autopar.search.final_candidates import FlatCandidates, PlanCandidate, host_shortage, with_stages
+from autopar.search.final_candidates import MemoryFilter, PlanCandidate, host_shortage, with_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.request import SearchRequest
@@ -75,11 +75,11 @@ def select_plan(
     refused: list[PlanCandidate] = []
     shortages: list[str] = []  # of the hosts' memory
     staged: list[PlanCandidate] = []  # with stages, simulated, and fitting
-    flat = FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
-    queue = sorted([*flat.all, *with_stages(pipelines)], key=_seconds_of)
+    memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
+    queue = sorted([*memory.without_stages, *with_stages(pipelines)], key=_seconds_of)
     while queue:
         candidate = queue.pop(0)
-        if not _is_worth_simulating(candidate, best, staged, flat, request):
+        if not _is_worth_simulating(candidate, best, staged, memory, request):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
@@ -101,7 +101,7 @@ def select_plan(
     if best is not None:
         _note_largest(pipelines, staged)
         return best, [*notes, _note_stages(best, fastest or best)]
-    _refuse(shortages or _host_shortages(pipelines), refused, flat, 1 + request.memory_error)
+    _refuse(shortages or _host_shortages(pipelines), refused, memory, 1 + request.memory_error)
     return None
 
 
@@ -110,11 +110,11 @@ def simulated_s(
 ) -> float:
     """Seconds of a fast plan without stages that fits, as simulated; at most those of a rival."""
     best_s, tried = rival_s, 0
-    flat = FlatCandidates(tuple(searched), limit_bytes, batch_bytes)
-    for candidate in sorted(flat.all, key=lambda candidate: candidate.visible_s):
+    memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
+    for candidate in sorted(memory.without_stages, key=_seconds_of):
         if tried == _FLAT_TRIED or _LOW * candidate.visible_s >= best_s:
             break
-        if candidate.least_s >= best_s or not flat.may_fit(candidate):
+        if candidate.least_s >= best_s or not memory.may_fit(candidate):
             continue
         if candidate.misfit(limit_bytes + batch_bytes) is None:
             best_s, tried = min(best_s, candidate.simulate().step_time_s), tried + 1
@@ -144,14 +144,14 @@ def _is_worth_simulating(
     candidate: PlanCandidate,
     best: Plan | None,
     staged: Sequence[PlanCandidate],
-    flat: FlatCandidates,
+    memory: MemoryFilter,
     request: SearchRequest,
 ) -> bool:
     """Whether it may fit and replace `best`, after the pipelines that were simulated before it."""
     if best is None:
-        return flat.may_fit(candidate)
+        return memory.may_fit(candidate)
     is_passed_over = not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, len(staged))
-    if is_passed_over or not flat.may_fit(candidate):
+    if is_passed_over or not memory.may_fit(candidate):
         return False
     return request.on_final is not None or not candidate.is_slower(preferred_s(best))
 
@@ -201,15 +201,15 @@ def _is_late(shape: Shape | None, num_simulated: int) -> bool:
     return num_simulated >= (_SMALL_PIPELINES if is_small(shape) else _LARGE_PIPELINES)
 
 
-def _refuse(shortages: Sequence[str], refused: Sequence[PlanCandidate], flat: FlatCandidates, error: float) -> None:
+def _refuse(shortages: Sequence[str], refused: Sequence[PlanCandidate], memory: MemoryFilter, error: float) -> None:
     """Raise the reason why no simulated plan fits: too little host memory, or peaks of pipelines that are too large
     though they fit as they are counted.
     """
     for short in filter(None, shortages):
         raise HostMemoryError(f"no plan fits: {short}")
-    too_large = [each.walked_bytes for each in refused if each.counted_bytes <= flat.limit_bytes]
-    if too_large and not any(each.counted_bytes <= flat.limit_bytes for each in flat.all):
-        allowed_bytes = flat.limit_bytes + flat.batch_bytes
+    too_large = [each.walked_bytes for each in refused if each.counted_bytes <= memory.limit_bytes]
+    if too_large and not any(each.counted_bytes <= memory.limit_bytes for each in memory.without_stages):
+        allowed_bytes = memory.limit_bytes + memory.batch_bytes
         raise InfeasibleError(
             f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: the smallest pipeline that was "
             f"simulated needs {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
