@@ -54,7 +54,7 @@ def with_values(form: CallForm, tensors: Sequence[Tensor], error: ValueReadError
     """The form of calls with the values of the inputs that `error` names as well.
 
     Raises:
-        ValueReadError: `error`, where their values don't help, are not known or are too many.
+        TraceError: what `error` says, where their values don't help, are not known or are too many.
     """
     known = {read.place for read in form.reads}
     places = [place for place in error.inputs if place not in known]
@@ -63,13 +63,13 @@ def with_values(form: CallForm, tensors: Sequence[Tensor], error: ValueReadError
         values = values_of(tensors[place]) if can_be_read(form.shapes[place], form.dtypes[place]) else ()
         if not values:
             why = "has no values here" if values is None else f"has more than {MOST_READ:,} entries"
-            raise ValueReadError(
+            raise TraceError(
                 f"{error}. It follows from input {form.names[place]!r} {list(form.shapes[place])}, which {why}: a plan "
                 "could be for its values otherwise, and calls with others would be planned when they come"
             ) from error
         made.append(ReadValues(place, values, error.where))
     if not made:
-        raise error
+        raise TraceError(str(error)) from error
     return replace(form, reads=(*form.reads, *made))
 
 

@@ -182,7 +182,10 @@ def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> G
     except TraceError as error:
         exported = captured.exported
         names = [spec.arg.name for spec in exported.inputs if spec.kind is InputKind.USER_INPUT]
-        raise reading(error, exported.graph, names, tensors) from error
+        needs = reading(error, exported.graph, names, tensors)
+        if not needs.inputs:
+            raise
+        raise needs from error
 
 
 def normalise(graph: Graph) -> Graph:
