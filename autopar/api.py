@@ -19,7 +19,7 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, profile_path
 from autopar.cost.profile_file import keep, load_profile
 from autopar.errors import PlanMismatchError
-from autopar.lower import Executable, ParallelModule, lower
+from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
@@ -38,7 +38,7 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
-from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, trace_model
+from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, executable_of, trace_model
 from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments
@@ -428,13 +428,9 @@ def build(
         raise PlanMismatchError(
             f"compute in {setup.dtype} was requested, but the program has parameters in {sorted(dtypes)}"
         )
-    executable = Executable(
-        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs,
-        read_values=frozenset(traced.read_values),
-    )  # fmt: skip
     return lower(
-        executable, module=model, communicator=communicator, mesh=mesh, draws=setup.draws, planner=planner,
-        compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
+        executable_of(traced, plan), module=model, communicator=communicator, mesh=mesh, draws=setup.draws,
+        planner=planner, compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
     )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from autopar.lower.compat import module_tables
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.parameters.store import ParameterStore, Stored
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.lowering import Executable
 from autopar.lower.run.run_step import run_step
 from autopar.placement import refine_layout, refine_mesh
 from autopar.plan import Plan
+from autopar.planning.call_plans import executable_of
 from autopar.program import Program
 
 __all__ = ["RunningGraph"]
@@ -36,13 +36,10 @@ class RunningGraph:
         self._fixed = planned.fixed
         self._constants = planned.traced.constants
         self._communicator = session.communicator
-        traced = planned.traced
-        executable = Executable(
-            traced.program, planned.plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
-        )
         self._executor = Executor(
-            executable, _store(planned, options, session), session.communicator, planned.plan.compiled
-        )
+            executable_of(planned.traced, planned.plan), _store(planned, options, session), session.communicator,
+            planned.plan.compiled,
+        )  # fmt: skip
         self._executor.whole_outputs = True
 
     @property

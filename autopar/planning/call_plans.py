@@ -58,7 +58,17 @@ from autopar.trace import (
     trace,
 )
 
-__all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "on_meta", "shape_of", "stored_as", "trace_model"]
+__all__ = [
+    "CallPlanner",
+    "ExampleInputs",
+    "as_call",
+    "example_call",
+    "executable_of",
+    "on_meta",
+    "shape_of",
+    "stored_as",
+    "trace_model",
+]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 _Mode = tuple[bool, str, torch.dtype | None]  # in training mode, the submodule that is called, autocast's dtype
@@ -178,9 +188,7 @@ class CallPlanner:
             own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
             check_fit(own, traced.program, group.decisions.world_size)
             _check_stages(StageMap(traced.program, own, 0), StageMap(*self._first, 0))
-            made.append(
-                Executable(traced.program, own, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
-            )
+            made.append(executable_of(traced, own))
         self._groups = tuple(made)
         return self._groups
 
@@ -235,10 +243,7 @@ class CallPlanner:
         if traced.program.carried and not keeps_copies:
             stored = replace(self._of_mode(is_training), stored=self._stored)
             plan = plan_like(traced.program, *self._first, self._prices, stored)
-        return Executable(
-            traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
-            read_values=frozenset(traced.read_values),
-        )  # fmt: skip
+        return executable_of(traced, plan, keeps_copies=keeps_copies)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: _Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""
@@ -412,6 +417,14 @@ def on_meta(model: nn.Module) -> nn.Module:
         return made[id(tensor)]
 
     return copy_with(model, [*model.parameters(), *model.buffers()], swap)
+
+
+def executable_of(traced: Traced, plan: Plan, *, keeps_copies: bool = False) -> Executable:
+    """What runs the calls that were traced, by a plan."""
+    return Executable(
+        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
+        read_values=frozenset(traced.read_values),
+    )  # fmt: skip
 
 
 def shape_of(x: Any) -> Any:

@@ -197,7 +197,7 @@ class _GroupPlanner:
                     break  # smaller groups are optional: the largest takes sequences of any length
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            kinds.append(GroupKind(self._row(one, best), best, part_bytes(one, best, self.group_request.training)))
+            kinds.append(self._kind(one, best))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
@@ -213,8 +213,11 @@ class _GroupPlanner:
             one = self._traced(row.tokens)
             reused = reuse_plan(base, 1, one, self.prices, self.group_request)
             if reused is not None and self._excess_bytes(one, reused) <= 0:
-                return GroupKind(self._row(one, reused), reused, part_bytes(one, reused, self.group_request.training))
+                return self._kind(one, reused)
         return None
+
+    def _kind(self, one: Program, plan: Plan) -> GroupKind:
+        return GroupKind(self._row(one, plan), plan, part_bytes(one, plan, self.group_request.training))
 
     def _best(self, one: Program, degree: int) -> Plan:
         """The best plan for a row on `degree` devices (in each stage, if there are stages)."""

@@ -177,7 +177,10 @@ def _with_more_memory(pipelines: PipelineResults, known: Sequence[PipelineCandid
     for pipeline in list(fastest.values())[:_SOLVED_AGAIN]:
         for share in _LARGER:
             limits_bytes = dict.fromkeys(range(pipeline.shape.num_groups), share * pipelines.limit_bytes)
-            yield pipeline.within(limits_bytes, pipelines.schedules)
+            larger = pipeline.within(limits_bytes, pipelines.schedules)
+            if larger.rows == pipeline.rows:
+                break  # memory is not what limits it: nor are there others with less
+            yield larger
 
 
 def host_shortage(plan: Plan, prices: Prices) -> str:

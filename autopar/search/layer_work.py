@@ -6,10 +6,11 @@ strategy, does not depend on them, so searches under other constraints look it u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import cached_property
+from typing import TypeVar
 
 from autopar.placement import Layout
 from autopar.plan import LayerStrategy
@@ -27,6 +28,8 @@ from autopar.step.piece_seconds import best_pieces, demanded_pieces
 from autopar.step.training import own_training
 
 __all__ = ["LayerWork", "Pieces", "StoredVariant", "StrategyCosts"]
+
+_Made = TypeVar("_Made")
 
 Pieces = tuple[tuple[str, int], ...]
 """Collectives that run in pieces, by the value that they move, and in how many."""
@@ -107,7 +110,7 @@ class StrategyCosts:
     settings: StepSettings
     placed: PlacedLayer
     _best_pieces: dict[str, Pieces] = field(default_factory=dict[str, Pieces])
-    _costs: dict[tuple[Pieces, str], LayerCost] = field(default_factory=dict[tuple[Pieces, str], LayerCost])
+    _costs: dict[Pieces, dict[str, LayerCost]] = field(default_factory=dict[Pieces, dict[str, LayerCost]])
 
     @cached_property
     def runs(self) -> tuple[ComputingRuns, ComputingRuns]:
@@ -123,17 +126,14 @@ class StrategyCosts:
 
     def running(self, pieces: Pieces, hows: Sequence[str]) -> dict[str, LayerCost]:
         """The cost of each way with these collectives in pieces."""
-        missing = [how for how in hows if (pieces, how) not in self._costs]
-        if missing:
-            placed = changed(self.placed, pieces=pieces) if pieces else self.placed
-            made = running_costs(placed, missing, self.settings.prices, self.settings.training)
-            self._costs.update({(pieces, how): cost for how, cost in made.items()})
-        return {how: self._costs[pieces, how] for how in hows}
+        placed = changed(self.placed, pieces=pieces) if pieces else self.placed
+        prices, training, known = self.settings.prices, self.settings.training, self._costs.setdefault(pieces, {})
+        return _looked_up(known, hows, lambda missing: running_costs(placed, missing, prices, training))
 
 
 def _looked_up(
-    known: dict[str, Pieces], keys: Sequence[str], make: Callable[[Iterable[str]], dict[str, Pieces]]
-) -> dict[str, Pieces]:
+    known: dict[str, _Made], keys: Sequence[str], make: Callable[[Sequence[str]], dict[str, _Made]]
+) -> dict[str, _Made]:
     missing = [key for key in keys if key not in known]
     if missing:
         known.update(make(missing))

@@ -24,7 +24,7 @@ import re
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -244,11 +244,12 @@ class CallConsensus:
                 )
             result, named = prepare()
             tensors = list(named)
+            digests = {name: digest_of(x) for name, x in tensors}
             record = {
                 "call": self._where, "backward": backward,
                 "forms": [[name, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"] for name, x in tensors],
-                "inputs": self._digests(tensors, peers, waits=waits),
-                "host": self._host_digests(tensors),
+                "inputs": self._digests(digests, peers, waits=waits),
+                "host": {name: int(digests[name]) for name, x in tensors if _is_compared_first(x)},
                 "random": digest_generators(self._device) if self.compares_draws else 0,
             }  # fmt: skip
             self._compare("", {**record, "forms": [], "inputs": ["", {}], "host": {}} if peers else record)
@@ -276,21 +277,12 @@ class CallConsensus:
         if error is not None:
             raise error
 
-    def _host_digests(self, named: Named) -> dict[str, int]:
-        """Of few integers in the host's memory, which may decide what runs: they are compared before it does."""
-        return {
-            name: int(digest_of(x))
-            for name, x in named
-            if x.device.type == "cpu" and x.numel() <= _FEW and not x.is_floating_point()
-        }
-
-    def _digests(self, named: Named, peers: str, *, waits: bool) -> list[Any]:
+    def _digests(self, digests: Mapping[str, Tensor], peers: str, *, waits: bool) -> list[Any]:
         """``[the call that they are of, {input: digest}]``.
 
         On an accelerator, but in the first call, they are of the call before: nothing is waited for.
         """
-        call, digests = self._where, {name: digest_of(x) for name, x in named}
-        read = start_reading(list(digests.values()), self._device)
+        call, read = self._where, start_reading(list(digests.values()), self._device)
 
         def digests_of_call() -> list[Any]:
             return [call, dict(zip(digests, read(), strict=True))]
@@ -404,6 +396,11 @@ def _difference(
             "torch.random.fork_rng() or from a torch.Generator of its own"
         )
     return None
+
+
+def _is_compared_first(x: Tensor) -> bool:
+    """Whether it is few integers in the host's memory: they may decide what runs, and are compared before that does."""
+    return x.device.type == "cpu" and x.numel() <= _FEW and not x.is_floating_point()
 
 
 def _unlike_batches(me: int, call: str, rank: int, unlike: Sequence[str], remedy: str) -> MeshError:

@@ -319,27 +319,28 @@ def search_pipelines(
         solved = [_solve(guided, idle, PipelineCuts(shape, cuts), results) for shape in shapes]
         return min((each.step_s for each in solved if results.fits(each)), default=math.inf)
     best_s, estimates = math.inf, _stage_estimates(guided, idle)
-    ranked = sorted(((each.ways_to_cut()[0][0], each) for each in estimates), key=lambda pair: pair[0])
-    for seen, (estimated_s, own) in enumerate(ranked):
+    ranked = sorted(((each.ways_to_cut(), each) for each in estimates), key=lambda pair: pair[0][0][0])
+    for seen, (ways, own) in enumerate(ranked):
+        estimated_s = ways[0][0]
         least_s = estimated_s * (1 - _ESTIMATE_ERROR)
         if results.found and (seen >= _MOST_SHAPES or least_s >= min(best_s, enough_s) < math.inf):
             return min(best_s, estimated_s)
-        tried: set[PipelineCuts] = set()
-        first = _best_cuts(own)
-        while len(tried) < _TRIED_CUTS and (left := [cuts for cuts in (*first, *_best_cuts(own)) if cuts not in tried]):
-            cuts = left[0]
-            pipeline = _solve(guided, idle, cuts, results)
-            own.correct(
-                pipeline.choices.tables, cuts, pipeline.rows, [each.peak_memory_bytes for each in pipeline.stages]
-            )
-            tried.add(cuts)
+        tried: list[PipelineCuts] = []
+        first = left = _nearly_fastest(ways)
+        while left:
+            pipeline = _solve(guided, idle, left[0], results)
             best_s = min(best_s, pipeline.step_s) if results.fits(pipeline) else best_s
+            tried.append(left[0])
+            if len(tried) == _TRIED_CUTS:
+                break
+            peaks_bytes = [each.peak_memory_bytes for each in pipeline.stages]
+            own.correct(pipeline.choices.tables, pipeline.cuts, pipeline.rows, peaks_bytes)
+            left = [cuts for cuts in (*first, *_nearly_fastest(own.ways_to_cut())) if cuts not in tried]
     return best_s
 
 
-def _best_cuts(estimates: StageEstimates) -> list[PipelineCuts]:
-    """The ways to cut that seem fastest by what is known, or nearly so."""
-    ways = estimates.ways_to_cut()
+def _nearly_fastest(ways: Sequence[tuple[float, PipelineCuts]]) -> list[PipelineCuts]:
+    """The ways to cut that seem fastest, or nearly so."""
     return [cuts for seconds, cuts in ways if seconds <= ways[0][0] * _NEAR]
 
 
