@@ -31,7 +31,7 @@ from autopar.trace.inner_gradients import traced_gradients
 from autopar.trace.instance_norms import written_instance_norms
 from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
 from autopar.trace.repeated_calls import RepeatedCalls
-from autopar.trace.selections import refuse_output, select
+from autopar.trace.selections import Selections, refuse_output
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
@@ -90,7 +90,7 @@ class _Wrapper(nn.Module):
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         try:
-            with RepeatedCalls():
+            with RepeatedCalls(), Selections():
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
@@ -232,7 +232,6 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
-                patches.enter_context(torch_internals.intercept_selections(select))
                 patches.enter_context(torch_recording.late_code())
                 patches.enter_context(torch_recording.kept_regions())
                 patches.enter_context(torch_recording.known_sizes())

@@ -2,7 +2,9 @@
 
 How much a mask selects depends on values, so that no graph of fixed shapes has it.  A `Selected` stands for it while a
 model is traced: it goes through ops that work element by element, or row by row, as the whole tensor, and a reduction
-over the selection becomes one over all, of zeros where nothing is selected.  Everything else is refused.
+over the selection becomes one over all, of zeros where nothing is selected.  Rows of another tensor, one for each
+element that is selected, are put where the mask is (``x[mask] + rows``), and ``x[mask] = selected`` writes there.
+Everything else is refused.
 
 What is not selected is replaced by a harmless number before each op that has no finite value or slope somewhere, so
 that it can't turn the gradients into NaN.
@@ -19,12 +21,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.source_lines import user_line
 
-__all__ = ["Selected", "refuse_output", "select"]
+__all__ = ["Selected", "Selections", "refuse_output"]
 
 _HARMLESS = 0.5  # in the domain, and away from the corners, of every op in `_BY_ELEMENT`
 _FINITE = frozenset({
@@ -127,17 +130,74 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(Selected, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def select(x: Any, index: Any) -> Selected | Tensor | None:
+class Selections(TorchFunctionMode):
+    """In this context, what a boolean mask selects is a `Selected`.
+
+    A mode, as ``Tensor.__getitem__`` must not be replaced: Python then takes tensors for sequences for ever, so that
+    ``torch.tensor([loss])`` fails after it was put back.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What `func` gives."""
+        del types
+        given = kwargs or {}
+        if func is Tensor.__setitem__ and _write(*args):
+            return None
+        if func is Tensor.__getitem__:
+            selected = _select(*args)
+        elif func in (Tensor.masked_select, torch.masked_select):
+            selected = _select_masked(*args, **given)
+        else:
+            selected = None
+        return func(*args, **given) if selected is None else selected
+
+
+def _select_masked(input: Tensor, mask: Tensor, **kwargs: Any) -> Selected | Tensor | None:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return None if kwargs else _select(input.expand(shape), mask.expand(shape))
+
+
+def _select(x: Any, index: Any) -> Selected | Tensor | None:
     """``x[index]`` if that is a selection by a boolean tensor, else None."""
-    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
-    mask = indices[0] if len(indices) == 1 else None
-    if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
-        return None
-    if tuple(x.shape[: mask.dim()]) != tuple(mask.shape):
+    mask = _mask_of(x, index)
+    if mask is None:
         return None
     if torch_internals.has_known_values(mask):
         return x[mask.nonzero().unbind(1)]
     return Selected(x, _Mask(mask.clone(), mask, mask._version, user_line())).harmless()
+
+
+def _write(x: Any, index: Any, value: Any) -> bool:
+    """``x[index] = value``, if `value` is what a mask selects; whether it is.
+
+    Raises:
+        TraceError: `index` is not for sure the mask that selected `value`, or `x` has other dims behind it.
+    """
+    if not isinstance(value, Selected):
+        return False
+    mask = _mask_of(x, index)
+    if mask is None or not value.mask.is_same(_Mask(mask, mask, mask._version, user_line())):
+        _refuse("__setitem__", "of what another mask selects (use one mask tensor for both)")
+    rest = x.shape[mask.dim() :]
+    if value.num_rest > len(rest):
+        _refuse("__setitem__", "of fewer dims")
+    aligned = value.values.reshape(*mask.shape, *[1] * (len(rest) - value.num_rest), *value.values.shape[mask.dim() :])
+    chosen = mask.reshape(*mask.shape, *[1] * len(rest))
+    x.copy_(torch.where(chosen, aligned.to(x.dtype), x))
+    return True
+
+
+def _mask_of(x: Any, index: Any) -> Tensor | None:
+    """The boolean tensor that selects in ``x[index]``, along the first dims of `x` and of all that is behind them."""
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+    mask = indices[0] if indices else None
+    if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
+        return None
+    if tuple(x.shape[: mask.dim()]) != tuple(mask.shape) or len(indices) > 1 + x.dim() - mask.dim():
+        return None
+    return mask if all(each in (..., slice(None)) for each in indices[1:]) else None
 
 
 def refuse_output(returned: Any) -> None:
@@ -163,6 +223,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if plain == "cross_entropy":
         return _cross_entropy(*args, **kwargs)
     if plain in _LOSSES:
+        args, kwargs = _with_rows(first, args, kwargs)
         how = kwargs.pop("reduction", "mean")
         terms = _apply(func, args, {**kwargs, "reduction": "none"}, is_finite=False)
         return terms if how == "none" else _reduce(terms, how) if how in ("mean", "sum") else _refuse(name)
@@ -170,10 +231,29 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         _is_of_rest(dim, first) for dim in (kwargs.get("dim", -1), *args[1:2]) if type(dim) is int
     ):
         return _apply(func, args, kwargs, is_finite=plain in _FINITE)
+    if plain in _BY_ELEMENT:
+        args, kwargs = _with_rows(first, args, kwargs)
     rest = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > first.num_rest]
     if plain not in _BY_ELEMENT or rest or (name.endswith("_") and not name.startswith("_")):
         _refuse(name)
     return _apply(func, args, kwargs, is_finite=plain in _FINITE)
+
+
+def _with_rows(
+    first: Selected, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with tensors [selected, *rest] put where the mask of `first` is: in its order, row by row."""
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() != 1 + first.num_rest:
+            return x
+        if x.shape[0] == 1:  # which broadcasts to all, of which there may be one
+            return x[0]
+        shape = (*first.mask.copy.shape, *x.shape[1:])
+        chosen = first.mask.copy.reshape(*first.mask.copy.shape, *[1] * first.num_rest).expand(shape)
+        return Selected(torch.zeros(shape, dtype=x.dtype).masked_scatter(chosen, x), first.mask)
+
+    return tuple(map(placed, args)), {name: placed(x) for name, x in kwargs.items()}
 
 
 def _is_of_rest(dim: int, selected: Selected) -> bool:

@@ -51,7 +51,6 @@ __all__ = [
     "has_known_values",
     "intercept_autograd_functions",
     "intercept_gradients",
-    "intercept_selections",
     "is_cast_on_gpus",
     "is_fake",
     "is_higher_order",
@@ -357,26 +356,6 @@ def values_to_print(report: Callable[[], None]) -> Iterator[None]:
         patch.object(Tensor, "item", note_item),
         patch.object(torch.SymFloat, "__format__", lambda _, form: format(math.nan, form)),
         patch.object(torch.SymInt, "__format__", lambda _, form: format(0, form)),
-    ):
-        yield
-
-
-@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-def intercept_selections(select: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Inside, ``x[index]`` and ``torch.masked_select`` give what `select` gives, if that is not None."""
-    getitem = torch._C.TensorBase.__getitem__
-
-    def get(x: Tensor, index: Any) -> Any:
-        result = select(x, index)
-        return getitem(x, index) if result is None else result
-
-    def masked_select(x: Tensor, mask: Tensor) -> Any:
-        return select(*torch.broadcast_tensors(x, mask))
-
-    with (
-        patch.object(Tensor, "__getitem__", get),
-        patch.object(Tensor, "masked_select", masked_select),
-        patch.object(torch, "masked_select", masked_select),
     ):
         yield
 

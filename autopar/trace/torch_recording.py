@@ -55,13 +55,11 @@ def plain_calls() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_torch_function(func: Any) -> bool:
-    """Whether it is one of torch's own, native or not, or an op, or what `intercept_selections` puts in its place.
+    """Whether it is one of torch's own, native or not, or an op.
 
     Not so a gradient, which depends on how its arguments were computed.
     """
     module = str(getattr(func, "__module__", None) or "")
-    if module == torch_internals.__name__:
-        return True
     return isinstance(func, _NATIVE) or (f"{module}.".startswith("torch.") and not module.startswith("torch.autograd"))
 
 

@@ -13,6 +13,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 import autopar
@@ -41,6 +43,11 @@ def small(kind: str) -> nn.Module:
     if kind == "qwen2":
         vision |= {"embed_dim": 32, "mlp_ratio": 2}
         model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    elif kind == "qwen3":  # adds features to what a mask selects, behind several layers
+        vision |= {"out_hidden_size": 32, "intermediate_size": 48, "temporal_patch_size": 2,
+                   "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+        text |= {"head_dim": 8, "rope_parameters": {**rope, "mrope_interleaved": True}}
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **ids))
     else:
         vision |= {"out_hidden_size": 32, "intermediate_size": 48, "window_size": 16, "fullatt_block_indexes": [1]}
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
@@ -98,6 +105,7 @@ def assert_equal(
         ("qwen2", 4, "data=2 tensor=2"),
         ("qwen2.5", 2, "tensor=2"),
         ("qwen2.5", 4, "data=4"),
+        ("qwen3", 4, "data=2 tensor=2"),
     ],
 )
 def test_images_of_several_sizes_train_as_on_one_device(kind: str, world: int, asked: str) -> None:
