@@ -155,7 +155,8 @@ class Selections(TorchFunctionMode):
 
 
 def _select_masked(input: Tensor, mask: Tensor, **kwargs: Any) -> Selected | Tensor | None:
-    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    broadcast: Any = torch.broadcast_shapes  # pyright: ignore[reportUnknownMemberType]
+    shape = broadcast(input.shape, mask.shape)
     return None if kwargs else _select(input.expand(shape), mask.expand(shape))
 
 
