@@ -155,7 +155,7 @@ class Selections(TorchFunctionMode):
 
 
 def _select_masked(input: Tensor, mask: Tensor, **kwargs: Any) -> Selected | Tensor | None:
-    broadcast: Any = torch.broadcast_shapes  # pyright: ignore[reportUnknownMemberType]
+    broadcast: Any = cast("Any", torch).broadcast_shapes
     shape = broadcast(input.shape, mask.shape)
     return None if kwargs else _select(input.expand(shape), mask.expand(shape))
 
