@@ -11,7 +11,7 @@ JOBS := 2
 # One thread a process: the tests and the demo run several processes on few cores.  Bytecode is kept, also where the
 # environment says otherwise, as containers do: compiling the package costs each process 0.6 s.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
-# Neighbouring tests share models and plans that are made once a process, so each process gets one half, and then what
+# Neighboring tests share models and plans that are made once a process, so each process gets one half, and then what
 # is left.  Traces are shared by all processes of a run.
 PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 

@@ -166,7 +166,7 @@ class Option:
         kernel: ``""``: the op itself runs on the local tensors; otherwise the name of a special kernel in
             ``lower.kernels``.
         collectives: the collectives of that kernel.
-        travelling: operands whose slices the kernel receives one after another (see `autopar.ops.family.Kernel`).
+        traveling: operands whose slices the kernel receives one after another (see `autopar.ops.family.Kernel`).
         is_on_one_axis: the kernel runs on one axis only.
     """
 
@@ -176,7 +176,7 @@ class Option:
     extent: int = 0
     kernel: str = ""
     collectives: tuple[KernelCollective, ...] = ()
-    travelling: tuple[int, ...] = ()
+    traveling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
 
     def with_gradients_of(self, needs: tuple[bool, ...]) -> Option:

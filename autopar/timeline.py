@@ -77,7 +77,7 @@ class Event:
         layer: index of the layer; -1: none.
         microbatch: index of the microbatch; -1: none.
         num_bytes: bytes of a collective's buffer, as in the NCCL tests; 0 for compute.
-        detail: a text for people, such as "all_gather over 8 neighbours".
+        detail: a text for people, such as "all_gather over 8 neighbors".
         to_group: the device group that receives a send; -1: none, or unknown.
     """
 

@@ -1,7 +1,7 @@
 """What it costs that ranks compare their calls in every step: ``python benchmarks/call_consensus.py [--ranks 2 4]``.
 
 The LLaMA-shaped model of `benchmarks/runtime.py` is trained over gloo, with the comparison and without it in alternate
-steps.  For each number of ranks two figures: the median ratio of neighbouring steps, with over without, of the slowest
+steps.  For each number of ranks two figures: the median ratio of neighboring steps, with over without, of the slowest
 rank's seconds; and the seconds that a call spends in the comparison itself (digests of the batch and of the random
 generators, and one exchange with the store), as a share of the step.  The first tells no less than what steps vary by.
 

@@ -143,7 +143,7 @@ SPEND = {"sleep": time.sleep, "compute": compute}
 
 
 def run_cases(cases: Sequence[Case], steps: int, unit_s: float) -> list[list[Outcome]]:
-    """The outcomes of each case's steps; every rank calls it, in an initialised process group."""
+    """The outcomes of each case's steps; every rank calls it, in an initialized process group."""
     talk = ProcessGroupCommunicator()
     axis = Axis(talk.world_size, 1)
     talk.prepare([axis])

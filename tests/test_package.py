@@ -1,4 +1,4 @@
-"""What is installed: version, types, licence, console script, and the files that pages are made of."""
+"""What is installed: version, types, license, console script, and the files that pages are made of."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_file_that_is_no_python_is_in_the_package_data() -> None:
     assert others == data
 
 
-def test_the_licence_is_there() -> None:
+def test_the_license_is_there() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (REPOSITORY / PROJECT["project"]["license-files"][0]).read_text()
 

@@ -209,7 +209,7 @@ def layer_forms(
 def _placements(op: Op, factor: str) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     for option in op.options:
         if option.factor == factor:
-            ring = option.travelling  # operands of which a device computes with all slices, one after another
+            ring = option.traveling  # operands of which a device computes with all slices, one after another
             operands = (REPLICATE if index in ring else cut for index, cut in enumerate(option.operands))
             return tuple(operands), option.results
     return (REPLICATE,) * len(op.operands), (REPLICATE,) * len(op.results)

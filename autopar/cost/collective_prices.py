@@ -19,7 +19,7 @@ broadcast      1                    1 / g
 send           1                    1
 ============== ==================== =======================
 
-A send goes from each rank of an axis to the next one, as between the stages of a pipeline.  If some neighbours share a
+A send goes from each rank of an axis to the next one, as between the stages of a pipeline.  If some neighbors share a
 node and others don't, it is priced as between nodes, because a pipeline waits for the slowest hop.
 
 All the groups of an axis run the same collective at the same time.  That is why the rate between nodes is

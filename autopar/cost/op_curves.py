@@ -16,7 +16,7 @@ __all__ = ["OpCurves", "ProductCurves", "around", "between", "between_affine"]
 
 
 def around(known: Sequence[int], size: int) -> tuple[tuple[int, float], ...]:
-    """The neighbours of `size` among the sorted sizes `known`, with their weights; outside of them the nearest one."""
+    """The neighbors of `size` among the sorted sizes `known`, with their weights; outside of them the nearest one."""
     right = bisect_right(known, size)
     if right == 0:
         return ((known[0], 1.0),)
@@ -29,7 +29,7 @@ def around(known: Sequence[int], size: int) -> tuple[tuple[int, float], ...]:
 
 def between(known: Sequence[int], size: int, seconds: Callable[[int], float]) -> float:
     """Interpolate `seconds` at `size` between the `known` sizes, linearly in the logarithms of both."""
-    return math.exp(sum(share * math.log(seconds(neighbour)) for neighbour, share in around(known, size)))
+    return math.exp(sum(share * math.log(seconds(neighbor)) for neighbor, share in around(known, size)))
 
 
 def between_affine(known: Sequence[int], size: int, seconds: Callable[[int], float]) -> float:

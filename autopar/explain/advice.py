@@ -84,16 +84,16 @@ def advice_lines(advice: Advice, saved: str | None) -> Iterator[str]:
     sources = ", ".join(f"{name} {share:.0%}" for name, share in explanation.sources if share)
     devices = f"{plan.world_size} x {plan.device}"
     step = f"{milliseconds(plan.step_time_s).text} ms for {plan.samples_per_step} rows on {devices}"
-    yield _labelled("step", f"{step}; {describe_gap(plan.optimality_gap)}; prices: {sources or 'none'}")
-    yield _labelled("because", explanation.binds)
+    yield _labeled("step", f"{step}; {describe_gap(plan.optimality_gap)}; prices: {sources or 'none'}")
+    yield _labeled("because", explanation.binds)
     for place, runner in enumerate(explanation.runners_up[:_MOST_RUNNERS]):
         note = "" if runner.is_simulated else ", a sum without overlap"
-        yield _labelled("" if place else "next best", f"{runner.what} (step {runner.loses:+.1%}{note})")
-    yield _labelled("would help", _what_helps(advice))
+        yield _labeled("" if place else "next best", f"{runner.what} (step {runner.loses:+.1%}{note})")
+    yield _labeled("would help", _what_helps(advice))
     yield from _script(advice, saved)
 
 
-def _labelled(label: str, text: str) -> str:
+def _labeled(label: str, text: str) -> str:
     return f"{label:{_MARGIN}}{text}"
 
 
@@ -125,7 +125,7 @@ def _script(advice: Advice, saved: str | None) -> Iterator[str]:
     cluster, device = question.cluster, json.dumps(question.cluster.device.type)
     nodes = f"--nnodes {cluster.num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     where = nodes if cluster.num_nodes > 1 else "--standalone"
-    yield _labelled(
+    yield _labeled(
         "run", f"torchrun {where} --nproc-per-node {cluster.devices_per_node} train.py    # with these lines:"
     )
     yield f"dist.init_process_group(); mesh = init_device_mesh({device}, ({cluster.world_size},))"

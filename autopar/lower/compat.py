@@ -401,7 +401,7 @@ def written_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 @contextmanager
 def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
-    """Inside, initialisers that look at what they drew are not run but given to ``note(function, tensor, ...)``."""
+    """Inside, initializers that look at what they drew are not run but given to ``note(function, tensor, ...)``."""
     module: Any = nn.init
     original = module._no_grad_trunc_normal_
     module._no_grad_trunc_normal_ = functools.partial(note, original)

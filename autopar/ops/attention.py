@@ -86,7 +86,7 @@ def _documents(op: Op, operand_types: Types, result_types: Types) -> tuple[str, 
     if not _window(op):
         return gathered, f"{near}ring_documents"
     is_in_order = argument(op, 5, "is_causal", False) and argument(op, 6, "is_sorted", False)
-    return (gathered, f"{near}neighbour_documents") if is_in_order else (gathered,)
+    return (gathered, f"{near}neighbor_documents") if is_in_order else (gathered,)
 
 
 def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ..
     of the previous device.
     """
     gathered = "b h q _, b h _ _, b h _ _ -> b h q _ | by q context_windows"
-    sliced = "b h r _, b h r _, b h r _ -> b h r _ | by r neighbour_windows"
+    sliced = "b h r _, b h r _, b h r _ -> b h r _ | by r neighbor_windows"
     return (gathered, sliced) if op.args[5] else (gathered,)
 
 
@@ -328,7 +328,7 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_attention": Kernel(_exchanges, unit=2),
-            "ring_attention": Kernel(_ring_sends, unit=2, travelling=(1, 2)),
+            "ring_attention": Kernel(_ring_sends, unit=2, traveling=(1, 2)),
         },
         buffers=_buffers,
         count_work=_work(-2, _runs_new_kernel),
@@ -343,9 +343,9 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_documents": Kernel(_document_exchanges, unit=2),
-            "ring_documents": Kernel(_document_ring, travelling=(1, 2), is_on_one_axis=True),
-            "neighbour_documents": Kernel(
-                _window_sends, least=lambda op, operands: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            "ring_documents": Kernel(_document_ring, traveling=(1, 2), is_on_one_axis=True),
+            "neighbor_documents": Kernel(
+                _window_sends, least=lambda op, operands: _window(op) - 1, traveling=(1, 2), is_on_one_axis=True
             ),
         },
         buffers=_document_buffers,
@@ -361,8 +361,8 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_windows": Kernel(),
-            "neighbour_windows": Kernel(
-                _window_sends, least=lambda op, operands: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            "neighbor_windows": Kernel(
+                _window_sends, least=lambda op, operands: _window(op) - 1, traveling=(1, 2), is_on_one_axis=True
             ),
         },
         buffers=_window_buffers,

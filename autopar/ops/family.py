@@ -42,7 +42,7 @@ class Kernel:
             instead where a user allows that.
         unit: the size of a slice is a multiple of it.
         least: returns the minimum size of a slice in a call, given the op and its operands' types.
-        travelling: the operands whose slices travel round a ring: a device computes with one slice after another while
+        traveling: the operands whose slices travel round a ring: a device computes with one slice after another while
             it receives the next one (by those of its collectives that are `is_ring`).
         is_on_one_axis: it runs on one axis only.
         is_in_space: it splits images in space; where it does not run, its op may be cheap to run again.
@@ -53,7 +53,7 @@ class Kernel:
     uses_statistics: bool = False
     unit: int = 1
     least: Callable[[Op, Types], int] = lambda op, operands: 1
-    travelling: tuple[int, ...] = ()
+    traveling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
     is_in_space: bool = False
 
@@ -139,7 +139,7 @@ class OpFamily:
         num_choices: for operands that are indices, the number of entries that they index, given the first operand's
             shape.
         row_dim: the dim of the first operand along which it works row by row.
-        fuses: a compiler fuses it with neighbouring elementwise ops into one kernel; elementwise ops always fuse.
+        fuses: a compiler fuses it with neighboring elementwise ops into one kernel; elementwise ops always fuse.
         runs_apart: a compiler leaves it out of what it compiles.
         is_attention: results are [..., heads, queries, head size].
         row_products: qualified name -> the operands of a product that works row by row, if its matrix has two dims.

@@ -3,7 +3,7 @@
 The factor of tensor dim d is called ``space<d>``.  Output rows [a, b) of a convolution with stride s, padding p and a
 kernel of k rows need the input rows [a s - p, (b - 1) s - p + k).  If the input has s rows for each row of the output,
 equal slices of the output need the matching slices of the input, and a *halo*: p rows before and k - s - p rows after
-each slice, which neighbours have.
+each slice, which neighbors have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Halo(NamedTuple):
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows of the output whose input is as large as the halo, so that it comes from neighbours alone."""
+        """The fewest rows of the output whose input is as large as the halo, so that it comes from neighbors alone."""
         return max(1, -(-max(self.before, self.after) // self.stride))
 
 
@@ -104,7 +104,7 @@ def space_names(halos: Sequence[Halo | None], kernel: str) -> tuple[list[str], l
 
 
 def halo_kernels(name: str, halos: Halos) -> dict[str, Kernel]:
-    """The kernels ``<name>2``, ``<name>3`` and ``<name>4``, which receive the halos of that dim from neighbours.
+    """The kernels ``<name>2``, ``<name>3`` and ``<name>4``, which receive the halos of that dim from neighbors.
 
     `halos` returns the halo of each spatial dim of a call, given the op and its operands' types.
     """
@@ -146,7 +146,7 @@ def _halo(op: Op, operands: Types, halos: Halos, dim: int) -> Halo | None:
 
 
 def _exchanges(op: Op, operands: Types, *, halos: Halos, dim: int) -> tuple[KernelCollective, ...]:
-    """A send to each neighbour that needs a halo; backward, if the input has a gradient, a send of each halo's."""
+    """A send to each neighbor that needs a halo; backward, if the input has a gradient, a send of each halo's."""
     halo = _halo(op, operands, halos, dim)
     return tuple(
         KernelCollective("send", phase, 0, (dim,), operands[0].dtype, rows, is_of_gradient=phase == "backward")

@@ -1,7 +1,7 @@
 """Convolutions of a padded input as one op, so that they split in space: ``convolution(pad(x))``.
 
 A padded tensor has no equal slices that match those of the result, but its input has: the rows of padding take the
-place of a neighbour's rows before the first slice and after the last one (`autopar.ops.halos`).
+place of a neighbor's rows before the first slice and after the last one (`autopar.ops.halos`).
 """
 
 from __future__ import annotations

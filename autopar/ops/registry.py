@@ -149,7 +149,7 @@ def _with_kernel_limits(op: Op, operand_types: Types, option: Option, family: Op
     if not option.kernel:
         return option
     kernel = family.kernels[option.kernel]
-    option = replace(option, travelling=kernel.travelling, is_on_one_axis=kernel.is_on_one_axis)
+    option = replace(option, traveling=kernel.traveling, is_on_one_axis=kernel.is_on_one_axis)
     unit = kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
     max_slices = option.extent // max(1, kernel.least(op, operand_types))
@@ -169,7 +169,7 @@ def is_cheap(op: Op) -> bool:
 
 
 def is_fused(op: Op) -> bool:
-    """Whether a compiler fuses `op` with neighbouring fusible ops into one kernel; random ops stay apart."""
+    """Whether a compiler fuses `op` with neighboring fusible ops into one kernel; random ops stay apart."""
     family = family_of(op.target)
     return (family.fuses or family.is_pointwise or op.is_view) and not op.is_random
 

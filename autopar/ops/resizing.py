@@ -2,7 +2,7 @@
 
 Row o of the result, of a size that is f times as large, lies at (o + 1/2) / f - 1/2 of the input: linear interpolation
 reads the two rows around it, cubic interpolation the four, and beyond the edges the first or the last row again.  So a
-slice needs one row of each neighbour, or two.
+slice needs one row of each neighbor, or two.
 """
 
 from __future__ import annotations

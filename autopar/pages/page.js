@@ -12,13 +12,13 @@ const config = {
   plotlyServerURL: "",
 };
 
-const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
 
-// Figures have no colours of text and lines: the page sets them.
+// Figures have no colors of text and lines: the page sets them.
 const themed = (layout) => {
-  const [text, faint, grid, panel] = ["--text", "--faint", "--grid", "--panel"].map(colour);
+  const [text, faint, grid, panel] = ["--text", "--faint", "--grid", "--panel"].map(color);
   const axis = { gridcolor: grid, linecolor: faint, zerolinecolor: grid, tickcolor: faint };
   return {
     ...layout,
@@ -35,7 +35,7 @@ const themed = (layout) => {
 
 const outlined = (trace) => {
   if (trace.type !== "scatter" || !trace.mode.includes("markers")) return trace;
-  return { ...trace, marker: { ...trace.marker, line: { ...(trace.marker.line || {}), color: colour("--panel") } } };
+  return { ...trace, marker: { ...trace.marker, line: { ...(trace.marker.line || {}), color: color("--panel") } } };
 };
 
 const draw = async () => {
@@ -49,7 +49,7 @@ const showTheme = () => {
   const button = document.getElementById("theme");
   button.textContent = isDark() ? "Light" : "Dark";
   button.setAttribute("aria-pressed", String(isDark()));
-  button.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+  button.setAttribute("aria-label", isDark() ? "Use light colors" : "Use dark colors");
 };
 
 document.getElementById("theme").addEventListener("click", async () => {

@@ -9,18 +9,18 @@ from typing import Any
 from autopar.quantities import size_unit, three_digits
 
 __all__ = [
-    "COLOURS", "LEGEND", "MARGIN", "MEMORY_COLOURS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",
+    "COLORS", "LEGEND", "MARGIN", "MEMORY_COLORS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",
     "count", "digits", "milliseconds", "percent", "size",
 ]  # fmt: skip
 
-# Okabe and Ito's colours, which people with any kind of colour blindness can distinguish, and three of Paul Tol's.
+# Okabe and Ito's colors, which people with any kind of color blindness can distinguish, and three of Paul Tol's.
 SERIES = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8f8f8f", "#882255", "#6f5fc9",
 )  # fmt: skip
 PATTERNS = ("", "/", ".", "x")
 LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 MARGIN = {"t": 8, "r": 16, "b": 40, "l": 8}
-COLOURS = {
+COLORS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
     "weight": "#6f5fc9",
@@ -39,7 +39,7 @@ COLOURS = {
     "waiting in the pipeline": "#8f8f8f",
     "overlapped communication": "#8f8f8f",
 }
-MEMORY_COLOURS = {
+MEMORY_COLORS = {
     "parameters": "#0072b2",
     "gradients": "#56b4e9",
     "optimizer": "#009e73",
@@ -88,7 +88,7 @@ class Figure:
         name: its id on the page.
         description: a description for people who can't see it.
         data: plotly traces.
-        layout: plotly layout, without colours of text and background, which the page sets.
+        layout: plotly layout, without colors of text and background, which the page sets.
         height: in pixels.
         has_zoom: whether it has buttons to zoom and pan along x.
         choices: (name, the traces that are visible if it is chosen); () for no choice.

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.pages.shapes import (
-    COLOURS,
+    COLORS,
     LEGEND,
     MARGIN,
-    MEMORY_COLOURS,
+    MEMORY_COLORS,
     Cell,
     Figure,
     Table,
@@ -46,7 +46,7 @@ def shown_groups(timeline: StepTimeline) -> tuple[int, ...]:
 
 
 def condense(timeline: StepTimeline, groups: Sequence[int], max_bars: int = MAX_BARS) -> tuple[Event, ...]:
-    """The events of these groups; if there are more than `max_bars`, neighbours of one category are joined.
+    """The events of these groups; if there are more than `max_bars`, neighbors of one category are joined.
 
     First, events of one microbatch and category that (nearly) touch are joined.  If there are still too many, the step
     is divided into equal intervals, as many as `max_bars` allows, and the events of one stream and category that start
@@ -148,7 +148,7 @@ def timeline_figure(timeline: StepTimeline, other: StepTimeline | None = None, n
                 "type": "bar", "orientation": "h", "name": category, "width": 0.9,
                 "y": [positions[event.group, event.stream, number] for event, number in bars],
                 "base": [_ms(event.start_s) for event, _ in bars], "x": [_ms(event.seconds) for event, _ in bars],
-                "marker": {"color": COLOURS[category], "line": {"width": 0}},
+                "marker": {"color": COLORS[category], "line": {"width": 0}},
                 "customdata": [_describe(event) for event, _ in bars],
                 "hovertemplate": f"{category}: %{{customdata}}<extra></extra>",
             }
@@ -196,9 +196,9 @@ def _arrows(timeline: StepTimeline, positions: Mapping[tuple[int, str], int], *,
             "type": "scatter", "mode": "lines+markers", "name": "arrival of sends", "hoverinfo": "skip",
             "x": [x for _, sent_s, _, read_s in ends for x in (_ms(sent_s), _ms(read_s), None)],
             "y": [y for sender, _, reader, _ in ends for y in (sender, reader, None)],
-            "line": {"width": 1, "color": COLOURS["send"]},
+            "line": {"width": 1, "color": COLORS["send"]},
             "marker": {
-                "symbol": "arrow", "angleref": "previous", "size": [0, 9, 0] * len(ends), "color": COLOURS["send"],
+                "symbol": "arrow", "angleref": "previous", "size": [0, 9, 0] * len(ends), "color": COLORS["send"],
             },
             "visible": True if has_all and len(ends) <= _FEW_ARROWS else "legendonly",
         }
@@ -260,8 +260,8 @@ def memory_figure(timeline: StepTimeline) -> Figure:
                         "visible": not first,
                         "x": [_ms(point.time_s) for point in points],
                         "y": [float(f"{point.num_bytes[number] / factor:.5g}") for point in points],
-                        "line": {"width": 0.5, "color": MEMORY_COLOURS[kind], "shape": "hv"},
-                        "fillcolor": MEMORY_COLOURS[kind],
+                        "line": {"width": 0.5, "color": MEMORY_COLORS[kind], "shape": "hv"},
+                        "fillcolor": MEMORY_COLORS[kind],
                         "hovertemplate": f"{kind}: %{{y:,.4~r}} {unit}<extra></extra>",
                     }
                 )  # fmt: skip

@@ -67,15 +67,15 @@ class LayerStrategy:
     @property
     def axes(self) -> str:
         """The degrees of the mesh axes, for people: ``"8 data x 4 tensor"``."""
-        return _named_axes(self._labelled_axes())
+        return _named_axes(self._labeled_axes())
 
     @property
     def degrees(self) -> str:
         """As `axes`, with neighboring axes of the same kind joined: ``"64 data"`` instead of ``"8 data x 8 data"``."""
-        runs = itertools.groupby(self._labelled_axes(), lambda axis: axis[1])
+        runs = itertools.groupby(self._labeled_axes(), lambda axis: axis[1])
         return _named_axes([(math.prod(size for size, _ in run), label) for label, run in runs])
 
-    def _labelled_axes(self) -> list[tuple[int, str]]:
+    def _labeled_axes(self) -> list[tuple[int, str]]:
         labels = self.labels or ("?",) * len(self.mesh)
         return [(size, label) for size, label in zip(self.mesh, labels, strict=True) if size > 1]
 

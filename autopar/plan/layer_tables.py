@@ -1,7 +1,7 @@
 """The tables of a printed plan: a row for each run of layers with equal strategy and cost, and one for each stage.
 
 Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
-layer and step.  The times of a stage are ms of one microbatch, of sending it to the neighbours, and of the work that
+layer and step.  The times of a stage are ms of one microbatch, of sending it to the neighbors, and of the work that
 is done once per step.
 """
 

@@ -77,7 +77,7 @@ BALANCED = Imbalance("that gives every expert equally many tokens")
 
 
 def _most(loads: Sequence[float], devices: int) -> float:
-    """Of devices that have neighbouring experts each, the rows of the busiest over the mean."""
+    """Of devices that have neighboring experts each, the rows of the busiest over the mean."""
     per_device = len(loads) // devices
     sums = [sum(loads[first : first + per_device]) for first in range(0, len(loads), per_device)]
     return max(sums) * devices / sum(sums) if sum(sums) else 1.0

@@ -310,10 +310,10 @@ class _WiringBuilder:
         return (Action(stage, _AFTER[kind], microbatch),) if kind in _AFTER else ()
 
     def _input(self, stage: int, direction: str, microbatch: int, group: int) -> Action:
-        """The action that provides the input of a stage's F (or B): that of its neighbour on this group, or a RECV."""
-        neighbour = stage - 1 if direction == "F" else stage + 1
-        if self.group_of.get(neighbour) == group:
-            return Action(neighbour, direction, microbatch)
+        """The action that provides the input of a stage's F (or B): that of its neighbor on this group, or a RECV."""
+        neighbor = stage - 1 if direction == "F" else stage + 1
+        if self.group_of.get(neighbor) == group:
+            return Action(neighbor, direction, microbatch)
         return Action(stage, f"RECV_{direction}", microbatch)
 
     def _compute(self, action: Action, group: int, index: int) -> Action:

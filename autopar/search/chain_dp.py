@@ -71,7 +71,7 @@ class Chain:
 
     @cached_property
     def crossings(self) -> tuple[tuple[Array, ChainLayer, ChainLayer, Indices], ...]:
-        """The distinct moves between distinct neighbours that cost anything, these neighbours, and where the second of
+        """The distinct moves between distinct neighbors that cost anything, these neighbors, and where the second of
         them stand."""
         places: dict[tuple[int, int, int], list[int]] = {}
         for index, moves_s in enumerate(self.moves_s, 1):

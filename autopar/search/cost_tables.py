@@ -127,14 +127,14 @@ class CostTables:
 
     @property
     def all_transfers(self) -> Iterator[Transfer]:
-        """Those between neighbours, and the skips."""
+        """Those between neighbors, and the skips."""
         yield from (transfer for transfer in self.transfers if transfer is not None)
         yield from self.skips
 
     def transfers_at(self, start: int, stop: int) -> Iterator[Transfer]:
         """Those to the layer `start` from before it, and from the layer ``stop - 1`` to behind it."""
-        neighbours = self.transfers[start - 1] if start else None, (*self.transfers, None)[stop - 1]
-        yield from (transfer for transfer in neighbours if transfer is not None)
+        neighbors = self.transfers[start - 1] if start else None, (*self.transfers, None)[stop - 1]
+        yield from (transfer for transfer in neighbors if transfer is not None)
         for skip in self.skips:
             if skip.reader == start or (skip.producer == stop - 1 and skip.reader >= stop):
                 yield skip

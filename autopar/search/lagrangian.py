@@ -1,6 +1,6 @@
 """Fast paths through a chain for every amount of memory, by Lagrangian relaxation of the memory limit.
 
-Of a `autopar.search.chain_dp.Chain`, minimise the seconds over all paths whose bytes stay within a limit.
+Of a `autopar.search.chain_dp.Chain`, minimize the seconds over all paths whose bytes stay within a limit.
 `fastest_paths` makes a pool of paths that does not depend on the limit, so a larger limit can only give an equal or
 faster path.  For caps on transients, the lower convex hull of (persistent bytes, seconds) is followed by prices of
 memory, for each of which dynamic programming is exact; paths that begin as one point of the hull and end as the next

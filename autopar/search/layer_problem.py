@@ -1,4 +1,4 @@
-"""The search inside a layer as a problem of discrete optimisation: one layer on one mesh.
+"""The search inside a layer as a problem of discrete optimization: one layer on one mesh.
 
 Variables, each with finitely many states: per op a combination of options, one per mesh axis (`op_states`); per value
 with several readers the layout of its copy; the policies of the boundaries before and behind the layer.  A value with

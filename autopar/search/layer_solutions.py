@@ -25,7 +25,7 @@ from autopar.plan.prediction import LayerCost
 from autopar.program import Op
 from autopar.search.layer_problem import LayerProblem, ParameterCopy
 from autopar.search.layout_choices import storage_layout
-from autopar.search.variable_elimination import Table, minimise
+from autopar.search.variable_elimination import Table, minimize
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost
 from autopar.step.local_layer import PlacedLayer, stored_steps
@@ -121,7 +121,7 @@ def solve_problem(problem: LayerProblem, variant: SolvedVariant | None = None) -
         count = len(problem.policies)
         nothing, rows = np.full((count, count), np.inf), np.zeros((count, count, len(problem.sizes)), np.intp)
         return LayerSolutions(problem, variant, nothing, nothing, True, rows)
-    best = minimise(problem.sizes, _objective(problem, variant), keep=problem.policy_variables)
+    best = minimize(problem.sizes, _objective(problem, variant), keep=problem.policy_variables)
     return LayerSolutions(problem, variant, best.values, best.lower_bounds, best.exact, best.assignments)
 
 

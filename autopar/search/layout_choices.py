@@ -1,6 +1,6 @@
 """The meshes and layouts that the search chooses from.
 
-* *Meshes* of a layer: every way to merge neighbouring prime factors of the number of devices.
+* *Meshes* of a layer: every way to merge neighboring prime factors of the number of devices.
 * At a *boundary* between layers, all activations take their layouts from one **policy**, which names for each mesh axis
   ``R``, ``S(0)`` or ``S(1)``, and on one axis the dim that is split in space, if there is one.  So the search across
   layers has few states however many tensors cross.
@@ -36,7 +36,7 @@ _POLICY_PLACEMENTS: tuple[Placement, ...] = (REPLICATE, shard(0), shard(1))
 def mesh_shapes(world_size: int, devices_per_node: int, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
     """All meshes of `world_size` devices with at most `max_axes` axes, fewest axes first.
 
-    Every mesh merges neighbouring factors of one chain: the primes of the number of nodes, largest first,
+    Every mesh merges neighboring factors of one chain: the primes of the number of nodes, largest first,
     then those of `devices_per_node`.  So any two of them have a common refinement
     (`autopar.placement.refine_mesh`). A world of one device has the one mesh ``(1,)``; all other axes are
     longer than 1.

@@ -1,6 +1,6 @@
 """The last choice of a search: which plan is fastest when steps are simulated.
 
-A search minimises seconds less what is overlapped by estimate (`autopar.step.overlap_estimate`); what compute really
+A search minimizes seconds less what is overlapped by estimate (`autopar.step.overlap_estimate`); what compute really
 overlaps is only seen when a step is simulated.  Of the paths without stages, all are simulated that may turn out
 fastest: those that no other beats in memory and seconds, by estimate or with all overlapped that may be.  Which ones
 these are does not depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks

@@ -1,14 +1,14 @@
-"""Exact minimisation of a sum of tables by variable elimination.
+"""Exact minimization of a sum of tables by variable elimination.
 
-Given variables x with finitely many states and tables f_k over few of them, minimise ``sum_k f_k(x)``, for
+Given variables x with finitely many states and tables f_k over few of them, minimize ``sum_k f_k(x)``, for
 every joint state of some *kept* variables.  Bucket elimination (Dechter 1999) in min-plus algebra: take a
-variable, add the tables that mention it, minimise it out, keep the result as a new table over its neighbours.
+variable, add the tables that mention it, minimize it out, keep the result as a new table over its neighbors.
 Always the variable with the smallest joint table is next.
 
 Before tables grow, dominated states are dropped: state s of v when some t has
 ``sum_k min_y (f_k(s, y) - f_k(t, y)) >= 0`` (Goldstein 1994); whatever the others do, t is as good.
 
-Should a joint table exceed a limit, its tables are minimised in groups instead (mini-buckets).  That gives a
+Should a joint table exceed a limit, its tables are minimized in groups instead (mini-buckets).  That gives a
 lower bound; states are then chosen one by one against it.  If their cost equals the bound, they are optimal
 all the same; else the answer says that it is not exact.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Elimination", "Table", "minimise"]
+__all__ = ["Elimination", "Table", "minimize"]
 
 Array = npt.NDArray[np.float64]
 States = npt.NDArray[np.intp]
@@ -78,13 +78,13 @@ class _Work:
         return [scope for scope in self.tables if variable in scope]
 
 
-def minimise(
+def minimize(
     sizes: Sequence[int],
     tables: Iterable[Table],
     keep: Sequence[int] = (),
     max_entries: int = 30_000_000,
 ) -> Elimination:
-    """Minimise the sum of `tables` over all variables but `keep`, for every joint state of `keep`.
+    """Minimize the sum of `tables` over all variables but `keep`, for every joint state of `keep`.
 
     Args:
         sizes: number of states of each variable, at least 1.
@@ -116,35 +116,35 @@ def minimise(
 
 def _eliminate_all(work: _Work, max_entries: int) -> None:
     dominance_at = _DOMINANCE_ENTRIES
-    neighbours = _neighbours(work)
-    joint = {v: _joint_entries(work, neighbours[v], v) for v in work.left}
+    neighbors = _neighbors(work)
+    joint = {v: _joint_entries(work, neighbors[v], v) for v in work.left}
     while work.left:
         entries, variable = min((joint[v], v) for v in work.left)
         if entries > dominance_at:
             dominance_at = max(dominance_at * 64, entries)
             _drop_dominated(work)
-            joint = {v: _joint_entries(work, neighbours[v], v) for v in work.left}
+            joint = {v: _joint_entries(work, neighbors[v], v) for v in work.left}
             continue
         _eliminate(work, variable, max_entries)
-        around = neighbours.pop(variable)
+        around = neighbors.pop(variable)
         for other in around:
-            neighbours[other] = (neighbours[other] | around) - {variable, other}
+            neighbors[other] = (neighbors[other] | around) - {variable, other}
             if other in work.left:
-                joint[other] = _joint_entries(work, neighbours[other], other)
+                joint[other] = _joint_entries(work, neighbors[other], other)
 
 
-def _neighbours(work: _Work) -> dict[int, set[int]]:
-    neighbours: dict[int, set[int]] = {v: set() for v in work.domains}
+def _neighbors(work: _Work) -> dict[int, set[int]]:
+    neighbors: dict[int, set[int]] = {v: set() for v in work.domains}
     for scope in work.tables:
         for variable in scope:
-            neighbours[variable].update(scope)
-    for variable, around in neighbours.items():
+            neighbors[variable].update(scope)
+    for variable, around in neighbors.items():
         around.discard(variable)
-    return neighbours
+    return neighbors
 
 
-def _joint_entries(work: _Work, neighbours: set[int], variable: int) -> int:
-    return math.prod(len(work.domains[v]) for v in neighbours) * len(work.domains[variable])
+def _joint_entries(work: _Work, neighbors: set[int], variable: int) -> int:
+    return math.prod(len(work.domains[v]) for v in neighbors) * len(work.domains[variable])
 
 
 def _eliminate(work: _Work, variable: int, max_entries: int) -> None:
@@ -156,11 +156,11 @@ def _eliminate(work: _Work, variable: int, max_entries: int) -> None:
     groups = _group(tables, max_entries)
     work.exact = work.exact and len(groups) <= 1
     for group in groups:
-        work.add(*_minimise_out(variable, group))
+        work.add(*_minimize_out(variable, group))
 
 
 def _group(tables: tuple[Table, ...], max_entries: int) -> list[list[Table]]:
-    """Tables that are added up before minimising: all in one group if that stays under the limit."""
+    """Tables that are added up before minimizing: all in one group if that stays under the limit."""
     groups: list[tuple[dict[int, int], list[Table]]] = []
     for scope, costs in sorted(tables, key=lambda table: -table[1].size):
         extents = dict(zip(scope, costs.shape, strict=True))
@@ -174,7 +174,7 @@ def _group(tables: tuple[Table, ...], max_entries: int) -> list[list[Table]]:
     return [members for _, members in groups]
 
 
-def _minimise_out(variable: int, tables: list[Table]) -> Table:
+def _minimize_out(variable: int, tables: list[Table]) -> Table:
     """``min over variable of sum(tables)``, formed piece by piece along the first remaining variable."""
     extents = {v: size for scope, costs in tables for v, size in zip(scope, costs.shape, strict=True)}
     scope = tuple(sorted(set(extents) - {variable}))
@@ -249,7 +249,7 @@ def _undominated(tables: list[Table], variable: int) -> npt.NDArray[np.bool_] | 
 
 
 def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]) -> States:
-    """The minimising states, for all joint states of `keep` at once."""
+    """The minimizing states, for all joint states of `keep` at once."""
     shape = tuple(sizes[v] for v in keep)
     chosen: dict[int, States] = dict(zip(keep, np.indices(shape).reshape(len(keep), math.prod(shape)), strict=True))
     count = math.prod(shape)

@@ -56,7 +56,7 @@ class LayerAction(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """Copies between device and host that neighbouring actions of a group leave to each other.
+    """Copies between device and host that neighboring actions of a group leave to each other.
 
     Args:
         leaves: what the last layer of a forward saves is copied during the next action.
@@ -193,19 +193,19 @@ class StepActions:
 
     @cached_property
     def _copies(self) -> dict[Action, _Copies]:
-        """By action, what it leaves to its neighbours and does for them."""
+        """By action, what it leaves to its neighbors and does for them."""
         results: dict[Action, _Copies] = {}
 
         def note(action: Action, **changes: object) -> None:
             results[action] = results.get(action, _Copies())._replace(**changes)
 
         for listed in self.listed if self.is_training else ():
-            for kind, action, neighbour in _copies_of_neighbours([a for a in listed if self._computes(a)]):
+            for kind, action, neighbor in _copies_of_neighbors([a for a in listed if self._computes(a)]):
                 layer = self.ranges[action.stage][-1]
                 if self.policies[layer].offloads:
                     is_offload = kind == "OFFLOAD"
                     note(action, **{"leaves" if is_offload else "arrives": True})
-                    note(neighbour, **{"offload" if is_offload else "fetch": (layer, action.microbatch)})
+                    note(neighbor, **{"offload" if is_offload else "fetch": (layer, action.microbatch)})
         return results
 
     def _computes(self, action: Action) -> bool:
@@ -302,7 +302,7 @@ class StepActions:
 
 
 def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]:
-    """These actions of layers without the copies that neighbours make, and with those that are made for them."""
+    """These actions of layers without the copies that neighbors make, and with those that are made for them."""
     computing = [step for step in steps if step.kind in ("F", "B", "I", "W")]
     if copies.leaves:
         steps = [step for step in steps if not (step.kind.endswith("OFFLOAD") and step.layer == computing[-1].layer)]
@@ -319,7 +319,7 @@ def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]
     return steps
 
 
-def _copies_of_neighbours(computing: Sequence[Action]) -> Iterator[tuple[str, Action, Action]]:
+def _copies_of_neighbors(computing: Sequence[Action]) -> Iterator[tuple[str, Action, Action]]:
     """Which copies of a device group overlap with another one of its actions: the kind of copy, the action whose saved
     tensors it copies, and the action that it overlaps with.
 
@@ -341,12 +341,12 @@ def _copies_of_neighbours(computing: Sequence[Action]) -> Iterator[tuple[str, Ac
 @lru_cache(maxsize=64)
 def lone_copies(actions: ScheduleActions, num_stages: int) -> tuple[tuple[float, float], ...]:
     """Per stage, the share of microbatches whose copies to the host's memory at the end of its forward, and back before
-    its backward, overlap with no neighbouring action, if all stages split their backwards where the schedule does.
+    its backward, overlap with no neighboring action, if all stages split their backwards where the schedule does.
     """
     shares = [(0.0, 0.0)] * num_stages
     for listed in actions:
         computing = [action for action in listed if action.kind in ("F", "B", "I", "W")]
-        overlapped = Counter((kind, action.stage) for kind, action, _ in _copies_of_neighbours(computing))
+        overlapped = Counter((kind, action.stage) for kind, action, _ in _copies_of_neighbors(computing))
         for stage, count in Counter(action.stage for action in computing if action.kind in ("B", "I")).items():
             leaving, coming = ((count - overlapped[kind, stage]) / count for kind in ("OFFLOAD", "FETCH"))
             shares[stage] = leaving, coming

@@ -1,4 +1,4 @@
-"""What one layer costs under a strategy: the one formula that search minimises and the plan reports.
+"""What one layer costs under a strategy: the one formula that search minimizes and the plan reports.
 
 Seconds of a step with M microbatches::
 

@@ -181,7 +181,7 @@ def _finish(partial: _Partial, mesh: tuple[int, ...]) -> OpState:
     results = tuple(zip(*(option.results for option in options), strict=True))
     work_types = operand_types
     for option, size in zip(options, mesh, strict=True):
-        for place in option.travelling:
+        for place in option.traveling:
             work_types = (
                 *work_types[:place],
                 _joined(work_types[place], option.operands[place], size),
@@ -219,7 +219,7 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             growth = dict(collective.growth).get(together, 1.0) * dict(collective.reached).get(reached, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
-            overlap_parts = rounds * axis.size if collective.is_ring and option.travelling else 0
+            overlap_parts = rounds * axis.size if collective.is_ring and option.traveling else 0
             times = rounds * (axis.size - 1) if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
@@ -227,7 +227,7 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
                     yield call, pieces * times
                     if collective.returns:
                         yield call._replace(overlap_parts=0), pieces * rounds
-        rounds *= axis.size if option.travelling else 1
+        rounds *= axis.size if option.traveling else 1
 
 
 def kernel_hidden_s(

@@ -11,7 +11,7 @@ Compute that waits for a collective of activations waits first for the one that 
 run of compute: a collective of parameters overlaps with the run in which it begins, and with no other.  One between
 nodes goes on while a collective of activations runs inside the nodes (`runs_concurrently`), so those don't end its run.
 
-A search minimises sums of seconds less these estimates; `hideable_s` bounds what can be saved.
+A search minimizes sums of seconds less these estimates; `hideable_s` bounds what can be saved.
 """
 
 from __future__ import annotations

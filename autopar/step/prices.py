@@ -31,7 +31,7 @@ class Prices(Protocol):
 
     @property
     def devices_per_node(self) -> int:
-        """How many neighbouring ranks share the fast links."""
+        """How many neighboring ranks share the fast links."""
         ...
 
     def op_s(

@@ -1,7 +1,7 @@
 """Which of a layer's tensors to keep for backward and which to compute again, for every price of memory.
 
 Of the ops of a layer choose a set to rerun, such that every tensor that autograd saves is kept or made by one of them,
-and so is all that these read.  At a price ``p`` of memory minimise::
+and so is all that these read.  At a price ``p`` of memory minimize::
 
     sum over rerun ops   forward seconds   +   p * sum over kept tensors   bytes
 

@@ -1,4 +1,4 @@
-"""What pipeline stages cost: the one formula that a search minimises and a prediction reports.
+"""What pipeline stages cost: the one formula that a search minimizes and a prediction reports.
 
 The seconds of a step are those of the schedule's timeline (`schedule_s` on the action list that will run) and,
 after it, of what is done once per step on the device group that takes longest for it::

@@ -103,7 +103,7 @@ _CATEGORIES = {"parameter": "gather", "stage": "send", "tied": "send", "output":
 
 
 def _describe(kind: str, axis: Axis) -> str:
-    where = "neighbours" if axis.stride == 1 else f"devices, each {axis.stride}th"
+    where = "neighbors" if axis.stride == 1 else f"devices, each {axis.stride}th"
     return f"{kind} over {axis.size} {where}"
 
 
@@ -127,9 +127,9 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         ),
         gathers=(
             *_brought(placed, prices, training),
-            *_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
+            *_traveling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
         ),
-        reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
+        reduces=_traveling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
         offload=_copies("offload", placed, prices, training),
         fetch=_copies("fetch", placed, prices, training),
     )
@@ -161,7 +161,7 @@ def _computing(category: str, seconds: float) -> tuple[Item, ...]:
     return (Item(category, "", seconds),) if seconds else ()
 
 
-def _travelling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
+def _traveling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
     """The collectives of one layer's parameters: those of a kind share a buffer, and its seconds by their bytes."""
     items: list[Item] = []
     for together in in_one_buffer(program, runs):

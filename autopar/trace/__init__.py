@@ -1,7 +1,7 @@
 """trace: a torch module and example inputs become a `Program`.
 
 `capture` exports the module on fake tensors, `conversion` makes plain data of it, the passes listed in
-`autopar.trace.tracing.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
+`autopar.trace.tracing.PASSES` normalize it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
 from autopar.trace.any_length import check_one_graph, reading_last_entry

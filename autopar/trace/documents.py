@@ -1,6 +1,6 @@
 """Attention whose mask keeps documents of one row apart becomes an op that knows the documents (`DOCUMENTS`).
 
-A mask is recognised by what it is: it lets tokens see those that have the same number, and with causal attention none
+A mask is recognized by what it is: it lets tokens see those that have the same number, and with causal attention none
 behind them, with a window none far away, for some integers that the model computes for each token (or gets).  Which
 integers is found by running the model's own ops on rows packed at random, and on numbers near those that the ops
 mention; long rows are shortened, and a long window with them.  Then attention by document must give the results and

@@ -1,6 +1,6 @@
 """Mixtures of experts that sort rows by expert become one op (`autopar.ops.experts`).
 
-A region is recognised by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
+A region is recognized by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
 back in their order.  Where the rows of each token are added up next, that belongs to the region.  Then the new op and

@@ -1,4 +1,4 @@
-"""The graph between capture and layers: a list of ops over named values, passed from one normalising pass to
+"""The graph between capture and layers: a list of ops over named values, passed from one normalizing pass to
 the next.
 
 A pass is a function from a `Graph` to a `Graph`.  Nothing here is changed in place.

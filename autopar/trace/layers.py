@@ -130,7 +130,7 @@ def _atoms(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
 
 
 def _cut_narrow(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
-    """Cuts that minimise the bytes crossing, for layers of about `_TARGET_OPS` ops and at most `MAX_OPS`."""
+    """Cuts that minimize the bytes crossing, for layers of about `_TARGET_OPS` ops and at most `MAX_OPS`."""
     if len(stretch) <= _TARGET_OPS:
         return [stretch]
     typical = sorted(crossing[i].num_bytes for i in stretch)[len(stretch) // 2] or 1

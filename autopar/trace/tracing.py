@@ -1,4 +1,4 @@
-"""`trace`: capture -> normalise -> factors -> layers -> kinds."""
+"""`trace`: capture -> normalize -> factors -> layers -> kinds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
 from autopar.trace.structure import Dropped, Leaf, Structure, carried, rebuild, walk
 
-__all__ = ["PASSES", "Traced", "normalise", "trace"]
+__all__ = ["PASSES", "Traced", "normalize", "trace"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def trace(
         captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)
-        graph = normalise(graph)
+        graph = normalize(graph)
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *form.notes, *_dropped_notes(captured.outputs)))
     layers = divide_layers(graph, cut_layers(graph, captured.classes), stages_of)
     graph, pieces = _merge_within_layers(graph, layers)
@@ -188,7 +188,7 @@ def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> G
         raise needs from error
 
 
-def normalise(graph: Graph) -> Graph:
+def normalize(graph: Graph) -> Graph:
     """Run `PASSES`, checking the graph after each that changes it."""
     check(graph)
     for step in PASSES:

@@ -45,6 +45,6 @@ PRIORS = {"taken": 0.15, "hidden_tensor": 0.0, "omni_path": 1.0, "row_scaled": 1
 BETWEEN_STEPS_S = 0.02
 """What ranks of several nodes lose between two steps: the slowest, the reduction of norm and loss, the next batch."""
 QUANTISING_S = 40e-6
-"""Of quantising a matrix, beside its bytes: kernels for maxima, scales and transposes."""
+"""Of quantizing a matrix, beside its bytes: kernels for maxima, scales and transposes."""
 OF_INFINIBAND = 0.8
 """What Ethernet with remote memory access (RoCE, EFA, Slingshot) gets of InfiniBand's rate; EFA published: 0.75."""

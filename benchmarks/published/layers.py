@@ -111,15 +111,15 @@ class Pricer:
         return self._priced(tag, _LINEAR, operands, _type(self.dtype, rows, columns))
 
     def _linear(self, tag: str, rows: int, inner: int, columns: int) -> list[Piece]:
-        """A product with a weight; in 8 bits also what quantising takes."""
+        """A product with a weight; in 8 bits also what quantizing takes."""
         if not self.is_eight_bit:
             return [self._product(tag, self.dtype, rows, inner, columns)]
         product = self._product(tag, "float8_e4m3fn", rows, inner, columns)
         if "rowwise" in self.precision:
             product = self._row_scaled(product, rows, inner, columns)
-        forward_s, backward_s = self._quantised_s(rows, inner), self._quantised_s(rows, columns)
+        forward_s, backward_s = self._quantized_s(rows, inner), self._quantized_s(rows, columns)
         if self.stack.casts_weights and "fp8 all-gather" not in self.precision:
-            forward_s += self._quantised_s(columns, inner)
+            forward_s += self._quantized_s(columns, inner)
         return [product, Piece("bytes", forward_s, backward_s)]
 
     def _row_scaled(self, product: Piece, rows: int, inner: int, columns: int) -> Piece:
@@ -131,8 +131,8 @@ class Pricer:
             return Piece(tag, forward_s * scale, (backward_s * scale + wide_s) / 2)
         return Piece(tag, forward_s * scale, backward_s * scale)
 
-    def _quantised_s(self, rows: int, width: int) -> float:
-        """Seconds of quantising a matrix for products along both of its dims.
+    def _quantized_s(self, rows: int, width: int) -> float:
+        """Seconds of quantizing a matrix for products along both of its dims.
 
         With a scale from earlier steps it is read once; with its own maximum as the scale once more before; with
         scales for blocks or rows, which differ along the two dims, a third time.

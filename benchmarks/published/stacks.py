@@ -30,7 +30,7 @@ class Stack:
         copied_bytes: per whole parameter and microbatch, what gathering and reducing shards copies locally.
         sums_bytes: per parameter and further microbatch, what adding its gradients moves.
         stops_early: a recomputed layer stops before its last product, whose result nobody reads.
-        casts_weights: weights are quantised in each microbatch, not once a step.
+        casts_weights: weights are quantized in each microbatch, not once a step.
         splits_sends: tensor-parallel ranks send a slice each to the next stage.
         gathers_apart: how many gathers each layer's parameters are cut into.
         selects_blocks: selective recomputation takes some blocks whole, not some ops of each.

@@ -81,7 +81,7 @@ def check_values_of_stages(schedule: str) -> None:
 
 
 def check_as_materialized(constraints: Sequence[str]) -> None:
-    """With the user's own initialisation, and tied parameters."""
+    """With the user's own initialization, and tied parameters."""
 
     def initialize(module: nn.Module) -> None:
         if isinstance(module, Scaled):

@@ -121,7 +121,7 @@ def test_of_a_stage_whose_rank_exits_in_backward(tmp_path: Path) -> None:
 
 
 def test_of_a_stage_whose_rank_is_killed(tmp_path: Path) -> None:
-    """Its neighbour in the same stage waits inside of a layer, the others at the cut."""
+    """Its neighbor in the same stage waits inside of a layer, the others at the cut."""
     said = run_to_the_end(tmp_path, 4, 3, in_forward, hang, kills=True)
     assert sorted(said) == [0, 1, 2]
     for rank, text in said.items():

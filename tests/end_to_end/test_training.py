@@ -140,7 +140,7 @@ def check_plan_of_any_kind(name: str, seed: int, num_microbatches: int = 1) -> N
 
 
 def check_scoped_constraints() -> None:
-    """Neighbouring layers on different meshes, by patterns."""
+    """Neighboring layers on different meshes, by patterns."""
     model, inputs = make("llama")
     parallel = parallelize(
         copy.deepcopy(model),

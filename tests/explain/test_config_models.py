@@ -138,9 +138,9 @@ def test_denoisers_are_called_with_what_their_fields_say(tmp_path: Path, monkeyp
     config = {"_class_name": "Denoiser", "in_channels": 3, "sample_size": [16, 8], "cross_attention_dim": 24}
     shapes = {name: list(x.shape) for name, x in load(tmp_path, config).example_inputs.items()}
     assert shapes == {"sample": [4, 3, 16, 8], "timestep": [4], "encoder_hidden_states": [4, 77, 24]}
-    labelled = load(tmp_path, config | {"num_embeds_ada_norm": 10}, sequence=5).example_inputs
-    assert list(labelled["class_labels"].shape) == [4]
-    assert list(labelled["encoder_hidden_states"].shape) == [4, 5, 24]
+    labeled = load(tmp_path, config | {"num_embeds_ada_norm": 10}, sequence=5).example_inputs
+    assert list(labeled["class_labels"].shape) == [4]
+    assert list(labeled["encoder_hidden_states"].shape) == [4, 5, 24]
     with pytest.raises(QuestionError, match="'control' of Controlled"):
         load(tmp_path, config | {"_class_name": "Controlled"})
     with pytest.raises(QuestionError, match="'encoder_hidden_states'"):

@@ -25,7 +25,7 @@ from autopar.explain.question import Question, parse_cluster
 from autopar.explain.report import render_report, write_report
 from autopar.explain.report.layer_strip import layer_strip, layer_table
 from autopar.explain.report.page import sections
-from autopar.pages.shapes import COLOURS, MEMORY_COLOURS
+from autopar.pages.shapes import COLORS, MEMORY_COLORS
 from autopar.pages.timelines import condense, shown_groups, timeline_figure
 from autopar.plan import PlannedLayer
 from autopar.plan.prediction import SPENT
@@ -117,8 +117,8 @@ def test_charts_are_what_plotly_knows(found: Findings) -> None:
         graph_objects.Figure(json.loads(json.dumps(figure.spec)))  # raises at an attribute that there is not
         assert figure.data, figure.name
     strip = next(figure for figure in figures if figure.name == "layers")
-    colours = {trace["name"]: trace["marker"]["color"] for trace in strip.data}
-    assert [name for name, colour in colours.items() if colour.startswith("rgba")] == ["no recompute"]
+    colors = {trace["name"]: trace["marker"]["color"] for trace in strip.data}
+    assert [name for name, color in colors.items() if color.startswith("rgba")] == ["no recompute"]
 
 
 def test_the_drawn_step_is_the_simulated_one(found: Findings) -> None:
@@ -147,10 +147,10 @@ def test_two_steps_are_drawn_on_one_scale(found: Findings) -> None:
     )
 
 
-def test_every_part_of_a_step_has_a_colour(found: Findings) -> None:
-    for names, colours in ((SPENT, COLOURS), (CATEGORIES, COLOURS), (MEMORY_KINDS, MEMORY_COLOURS)):
-        assert set(names) <= set(colours)
-    assert {name for kind in found.explanation.kinds for name, _ in kind.num_bytes} <= set(MEMORY_COLOURS)
+def test_every_part_of_a_step_has_a_color(found: Findings) -> None:
+    for names, colors in ((SPENT, COLORS), (CATEGORIES, COLORS), (MEMORY_KINDS, MEMORY_COLORS)):
+        assert set(names) <= set(colors)
+    assert {name for kind in found.explanation.kinds for name, _ in kind.num_bytes} <= set(MEMORY_COLORS)
 
 
 def test_temporary_bytes_count_once(found: Findings) -> None:
@@ -277,7 +277,7 @@ def test_the_page_works_in_a_browser(found: Findings, tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         background = "getComputedStyle(document.body).backgroundColor"
         light = page.evaluate(background)
-        # With the keyboard alone: first the link past the header, then the colours, then a chart.
+        # With the keyboard alone: first the link past the header, then the colors, then a chart.
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.className") == "skip"
         page.keyboard.press("Tab")

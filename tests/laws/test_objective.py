@@ -1,4 +1,4 @@
-"""What a search minimises is what its plan reports, and more memory is never slower, on models as they are traced."""
+"""What a search minimizes is what its plan reports, and more memory is never slower, on models as they are traced."""
 
 from __future__ import annotations
 

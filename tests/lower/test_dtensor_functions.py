@@ -115,7 +115,7 @@ FOLLOWS: dict[str, Callable[[Any, Tensor], Any]] = {
     ),
 }
 """A view of a parameter that changes after it was taken."""
-INITIALISES: dict[str, Callable[[Any, Tensor], Any]] = {
+INITIALIZES: dict[str, Callable[[Any, Tensor], Any]] = {
     "normal": lambda p, x: nn.init.normal_(p, std=0.02),
     "uniform": lambda p, x: nn.init.uniform_(p, -1, 1),
     "constant": lambda p, x: nn.init.constant_(p, 2.0),
@@ -148,7 +148,7 @@ def check_functions() -> None:
     for layout, placements, start, other in cases():
         like = distribute_tensor(start, mesh, placements)
         kinds = (found_by_reading, READS), (found_by_writing, WRITES), (found_later, FOLLOWS)
-        for kind, functions in (*kinds, (found_by_initialising, INITIALISES)):
+        for kind, functions in (*kinds, (found_by_initializing, INITIALIZES)):
             for name, function in functions.items():
                 try:
                     found = kind(function, nn.Parameter(laid_as(start, like).clone()), other.clone())
@@ -186,9 +186,9 @@ def found_by_writing(write: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> 
     return [whole(p.detach()), whole(p.grad), x]
 
 
-def found_by_initialising(initialise: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> list[Any]:
+def found_by_initializing(initialize: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> list[Any]:
     torch.manual_seed(1)
-    initialise(p, x)
+    initialize(p, x)
     return [whole(p.detach()), torch.rand(2)]
 
 

@@ -52,7 +52,7 @@ def test_processes() -> None:
     assert all(each == [*sends, *sum_of, *sends] for each in sent)
 
 
-def test_a_halo_comes_from_neighbours_alone() -> None:
+def test_a_halo_comes_from_neighbors_alone() -> None:
     image, weight = operands()
     with pytest.raises(ValueError, match="slices of 1 rows can't run a kernel of 5 rows"):
         simulate(
@@ -61,7 +61,7 @@ def test_a_halo_comes_from_neighbours_alone() -> None:
 
 
 @pytest.mark.parametrize("shift", [2, -1])
-def test_neighbours_on_several_axes(shift: int) -> None:
+def test_neighbors_on_several_axes(shift: int) -> None:
     """Slices of 2 x 3 x 2 devices are rolled, as all of them are next to each other in a ring."""
     axes = (Axis(2, 6), Axis(3, 2), Axis(2, 1))
     x = torch.randn(2, 24, 3, dtype=torch.float64)

@@ -47,7 +47,7 @@ def assert_same_values(found: nn.Module, expected: nn.Module) -> None:
 
 
 class Initialized(nn.Module):
-    """The initialisers that look at values, or at whether there are any."""
+    """The initializers that look at values, or at whether there are any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Initialized(nn.Module):
 
 
 class MiniGPT(nn.Module):
-    """Initialised from outside of its modules, in the way of many small models; built from its config alone."""
+    """Initialized from outside of its modules, in the way of many small models; built from its config alone."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ SMALL: dict[str, Make] = {
         nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
     ),
     "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
-    "initialisers": Initialized,
+    "initializers": Initialized,
     "config": lambda: MiniGPT(CONFIG),
     "wrapped": lambda: Wrapped(8),
     "gpt2": partial(built_anew, "gpt2"),
@@ -252,7 +252,7 @@ def test_what_nobody_gives_a_value_is_named() -> None:
     assert all(x.is_meta for x in members(inner).values())
 
 
-def test_the_users_own_initialisation_comes_last() -> None:
+def test_the_users_own_initialization_comes_last() -> None:
     torch.manual_seed(0)
     expected = nn.Linear(4, 4)
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_values_that_are_missing_in_part_are_named() -> None:
         autopar.materialize(on_meta(Unsaid), initialize=fill_half)
 
 
-def test_initialisation_that_looks_at_values_is_refused() -> None:
+def test_initialization_that_looks_at_values_is_refused() -> None:
     def look(module: nn.Module) -> None:
         fill(module)
         if isinstance(module, nn.Linear) and module.weight.sum() > 0:

@@ -159,7 +159,7 @@ def test_outputs_in_eval_mode_that_memory_does_not_hold_are_gathered_when_they_a
     assert reads
 
 
-class _Penalised(nn.Module):
+class _Penalized(nn.Module):
     """Returns a scalar beside the loss."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Penalised(nn.Module):
 
 
 def test_a_scalar_beside_the_loss_is_read_on_every_stage() -> None:
-    model, inputs = _Penalised(), make("plain_gpt")[1]
+    model, inputs = _Penalized(), make("plain_gpt")[1]
     traced = trace(model, (), inputs)
     expected = float(model(**inputs)[1].detach())
     plan = with_stages(random_plan(traced.program, 2, 0), 2, "gpipe", 2, random.Random(0))

@@ -91,7 +91,7 @@ def on_slice(c: Any, kernel: str, axes: tuple[Axis, ...], inputs: list[Tensor], 
 
 
 CASES = [
-    ("neighbour_windows", (Axis(2, 1),), True), ("neighbour_windows", (Axis(4, 1),), True),
+    ("neighbor_windows", (Axis(2, 1),), True), ("neighbor_windows", (Axis(4, 1),), True),
     ("context_windows", (Axis(2, 1),), False), ("context_windows", (Axis(3, 1),), True),
     ("context_windows", (Axis(2, 2), Axis(2, 1)), False),
 ]  # fmt: skip
@@ -109,13 +109,13 @@ def test_slices_are_one_attention(
     results = simulate(size, lambda c: on_slice(c, kernel, axes, inputs, incoming, window, is_causal))
     assert_same(results, kernel, by_mask(inputs, incoming, window, is_causal))
     halo = sum(x[:, :, : window - 1].nbytes for x in inputs[1:])
-    sends = [Collective("send", axes[0], halo)] * 2 if kernel == "neighbour_windows" and window > 1 else []
+    sends = [Collective("send", axes[0], halo)] * 2 if kernel == "neighbor_windows" and window > 1 else []
     assert all(sent == sends for _, sent in results)
 
 
 def assert_same(results: list, kernel: str, wanted: list[Tensor]) -> None:
     parts = list(zip(*(found for found, _ in results), strict=True))
-    are_slices = (True, True, *[kernel == "neighbour_windows"] * 2)
+    are_slices = (True, True, *[kernel == "neighbor_windows"] * 2)
     for each, is_slice, other in zip(parts, are_slices, wanted, strict=True):
         found = torch.cat(each, 2) if is_slice else torch.stack(each).sum(0)
         torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
@@ -123,17 +123,15 @@ def assert_same(results: list, kernel: str, wanted: list[Tensor]) -> None:
 
 def on_gloo() -> tuple:
     incoming = torch.ones(2, 4, TOKENS, 8, dtype=torch.float64)
-    return on_slice(
-        ProcessGroupCommunicator(), "neighbour_windows", (Axis(2, 1),), operands("plain"), incoming, 5, True
-    )
+    return on_slice(ProcessGroupCommunicator(), "neighbor_windows", (Axis(2, 1),), operands("plain"), incoming, 5, True)
 
 
 def test_processes() -> None:
     incoming = torch.ones(2, 4, TOKENS, 8, dtype=torch.float64)
-    assert_same(run_ranks(on_gloo, 2), "neighbour_windows", by_mask(operands("plain"), incoming, 5, True))
+    assert_same(run_ranks(on_gloo, 2), "neighbor_windows", by_mask(operands("plain"), incoming, 5, True))
 
 
 def test_a_window_reaches_one_device() -> None:
     inputs = operands("plain")
     with pytest.raises(ValueError, match="reaches no further than a slice"):
-        simulate(4, lambda c: KERNELS["neighbour_windows"](Shards(c, (Axis(4, 1),)), *inputs, None, 26, True))
+        simulate(4, lambda c: KERNELS["neighbor_windows"](Shards(c, (Axis(4, 1),)), *inputs, None, 26, True))

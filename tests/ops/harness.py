@@ -24,7 +24,7 @@ TOLERANCE = 1e-9
 class Sample:
     """One real call of an op: its arguments with tensors in them.
 
-    `shapes_only`: the content is random or not initialised, so that only shapes and dtypes are compared.
+    `shapes_only`: the content is random or not initialized, so that only shapes and dtypes are compared.
     `fixed`: operands through which torch passes no gradient.
     """
 

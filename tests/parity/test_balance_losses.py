@@ -44,7 +44,7 @@ class Ratio(nn.Module):
         return dice + p.square().mean().sqrt() + 0.1 * self.a.weight.square().sum()
 
 
-class Penalised(nn.Module):
+class Penalized(nn.Module):
     """A mean over samples, and what is made of parameters alone, which the whole batch has once."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     x = torch.randn(16, 8).double()
     if name == "ratio":
         return Ratio().double(), {"x": x, "y": (torch.rand(16) > 0.5).double()}
-    made = {"scored": lambda: Scored(3.0), "moved": Moved, "similar": Similar, "penalised": Penalised}
+    made = {"scored": lambda: Scored(3.0), "moved": Moved, "similar": Similar, "penalized": Penalized}
     return made[name]().double(), {"x": x}
 
 
@@ -153,7 +153,7 @@ def test_microbatches_train_what_one_device_trains(name: str, world: int, constr
     ],
 )
 def test_penalties_of_parameters_count_once(world: int, constraints: tuple[str, ...]):
-    who, plan = planned(subject("penalised"), world, *constraints)
+    who, plan = planned(subject("penalized"), world, *constraints)
     assert not who.traced.program.tail
     assert_parity(who, plan)
 

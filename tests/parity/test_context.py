@@ -231,8 +231,8 @@ def test_alternating_windows(world: int, constraints: tuple[str, ...]):
     windows = [op for layer in who.traced.program.layers for op in layer.ops if op.target == WINDOWS]
     assert [option.extent for op in windows for option in op.options if option.factor == "r"] == [4]
     degree = max(int(each) for each in re.findall(r"context=(\d)", " ".join(constraints)))
-    for kernel in ("context_windows", "neighbour_windows")[: 2 if degree <= 4 else 1]:
-        other = "neighbour_windows" if kernel == "context_windows" else "context_windows"
+    for kernel in ("context_windows", "neighbor_windows")[: 2 if degree <= 4 else 1]:
+        other = "neighbor_windows" if kernel == "context_windows" else "context_windows"
         one = replace(who, traced=replace(who.traced, program=without(who.traced.program, other)))
         plan = forced_plan(one.traced.program, world, *constraints)
         assert "context" in {label for layer in plan.layers for label in plan.strategies[layer.strategy].labels}

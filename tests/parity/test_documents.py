@@ -1,4 +1,4 @@
-"""Several documents in one row: recognised by what a mask is, and trained as one device trains them."""
+"""Several documents in one row: recognized by what a mask is, and trained as one device trains them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ SPLITS = {
     "microbatches": (2, ("data=2", "microbatches=2")),
 }
 FAST = ("heads", "context", "zero")
-# How a model normalises, and where its positions come in, matters to few of them.
+# How a model normalizes, and where its positions come in, matters to few of them.
 SPLITS_OF = {"llama": SPLITS, "qwen": ("heads", "microbatches"), "gpt2": ("context of four", "context and heads")}
 
 
@@ -185,7 +185,7 @@ def only_with(who: Subject, kernel: str) -> Subject:
 def test_slices_of_all_operands_train_as_one_device_does(
     name: str, packing: str, rows: int, world_size: int, constraints: tuple[str, ...]
 ):
-    kernel = "neighbour_documents" if name == "mistral" else "ring_documents"
+    kernel = "neighbor_documents" if name == "mistral" else "ring_documents"
     who = only_with(subject(name, packing, rows), kernel)
     plan = searched(who, world_size, *constraints)
     kinds = {layer.kind for layer in who.traced.program.layers if any(op.target == DOCUMENTS for op in layer.ops)}
@@ -265,7 +265,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_recognised_by_what_they_let_through(name: str):
+def test_masks_are_recognized_by_what_they_let_through(name: str):
     mask, is_known = MASKS[name]
     inputs = {"x": torch.randn(4, TOKENS, 8).double(), "ids": torch.randint(0, 3, (4, TOKENS))}
     program = trace_model(Masked(mask).double(), inputs).program
@@ -385,8 +385,8 @@ PACKINGS = {
 
 @pytest.mark.parametrize(
     ("kernel", "window", "is_causal"),
-    [("ring_documents", 0, True), ("ring_documents", 0, False), ("neighbour_documents", 1, True),
-     ("neighbour_documents", 4, True), ("neighbour_documents", 7, True)],
+    [("ring_documents", 0, True), ("ring_documents", 0, False), ("neighbor_documents", 1, True),
+     ("neighbor_documents", 4, True), ("neighbor_documents", 7, True)],
 )  # fmt: skip
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,4 +1,4 @@
-"""Mixtures of experts as one op: recognised by what they compute, and trained as one device trains them."""
+"""Mixtures of experts as one op: recognized by what they compute, and trained as one device trains them."""
 
 from __future__ import annotations
 

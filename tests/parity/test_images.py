@@ -202,7 +202,7 @@ def _parameter_bytes(name: str) -> int:
 
 @pytest.mark.slow
 def test_shifted_windows_train_as_on_one_device() -> None:
-    """Rolls exchange rows with neighbours; they are not gathered."""
+    """Rolls exchange rows with neighbors; they are not gathered."""
     who, plan = subject("swin"), plan_of("swin", 2, "context=2")
     rolls = {
         factors
@@ -226,7 +226,7 @@ def test_two_images_on_four_devices() -> None:
 
 @pytest.mark.parametrize("name", ["unet", "decoder"])
 def test_an_image_on_two_axes(name: str) -> None:
-    """Rows come from neighbours on the inner axis, or on the outer one."""
+    """Rows come from neighbors on the inner axis, or on the outer one."""
     plan = plan_of(name, 4, "mesh=2x2", "context=4")
     assert any(
         {op.count(factor) for op in plan.strategies[each.strategy].assignments for factor in op if space_dim(factor)}

@@ -56,7 +56,7 @@ def test_a_scan_is_an_op_for_each_token() -> None:
 
 
 class Blocks(nn.Module):
-    """A convolution of each kind that has neighbours along a sequence, an image or a video."""
+    """A convolution of each kind that has neighbors along a sequence, an image or a video."""
 
     def __init__(self) -> None:
         super().__init__()

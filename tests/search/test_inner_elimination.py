@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.variable_elimination import Table, minimise
+from autopar.search.variable_elimination import Table, minimize
 
 
 def brute_force(sizes: list[int], tables: list[Table], keep: list[int]) -> np.ndarray:
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[Table], list[int]]:
 
 
 def check(sizes: list[int], tables: list[Table], keep: list[int]) -> None:
-    found = minimise(sizes, tables, keep)
+    found = minimize(sizes, tables, keep)
     expected = brute_force(sizes, tables, keep)
     assert found.exact
     np.testing.assert_array_equal(found.values, expected)
@@ -71,7 +71,7 @@ def test_beyond_the_limit_the_bound_and_the_value_enclose_the_optimum(
     problem: tuple[list[int], list[Table], list[int]],
 ) -> None:
     sizes, tables, keep = problem
-    found = minimise(sizes, tables, keep, max_entries=8)
+    found = minimize(sizes, tables, keep, max_entries=8)
     expected = brute_force(sizes, tables, keep)
     assert (found.lower_bounds <= expected).all()
     assert (found.values >= expected).all()
@@ -82,6 +82,6 @@ def test_beyond_the_limit_the_bound_and_the_value_enclose_the_optimum(
 def test_a_dense_problem_exceeds_the_limit_and_says_so() -> None:
     rng = np.random.default_rng(0)
     tables = [((a, b), rng.random((6, 6))) for a, b in itertools.combinations(range(6), 2)]
-    found = minimise([6] * 6, tables, max_entries=300)
+    found = minimize([6] * 6, tables, max_entries=300)
     assert not found.exact
     assert found.lower_bounds < found.values

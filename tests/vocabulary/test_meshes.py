@@ -110,7 +110,7 @@ CHAINS = [(2, 2, 2), (2, 3, 2), (3, 2, 2, 2)]
 
 
 def mergings(chain: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every mesh that merges neighbours of `chain`."""
+    """Every mesh that merges neighbors of `chain`."""
     cuts = itertools.product([False, True], repeat=len(chain) - 1)
     merged: list[tuple[int, ...]] = []
     for cut in cuts:

@@ -96,7 +96,7 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> str:
         (lambda d: d.pop("decisions"), r"plan: fields missing: \['decisions'\], unknown: \[\]"),
         (lambda d: d["decisions"].pop("layers"), r"decisions: fields missing: \['layers'\], unknown: \[\]"),
         (lambda d: d.update(decisions=[]), "plan: 'decisions' must be an object, but is"),
-        (lambda d: d.update(colour=1), r"plan: fields missing: \[\], unknown: \['colour'\]"),
+        (lambda d: d.update(color=1), r"plan: fields missing: \[\], unknown: \['color'\]"),
         (lambda d: d.update(autopar_plan=99), f"not a plan of format {FORMAT_VERSION}"),
         (lambda d: d.pop("autopar_plan"), f"not a plan of format {FORMAT_VERSION}"),
         (lambda d: d["decisions"].update(layers=5), "decisions: 'layers' must be a list of objects, but is 5"),

@@ -92,7 +92,7 @@ def test_one_device_costs_nothing():
         ((P,), (S0,), ["reduce_scatter"], ["all_gather"]),
         ((S0,), (S1,), ["all_to_all"], ["all_to_all"]),
         ((S0,), (B,), ["all_gather"], ["reduce_scatter"]),
-        ((P, P), (R, R), ["all_reduce"], ["none"]),  # alike neighbours move as one
+        ((P, P), (R, R), ["all_reduce"], ["none"]),  # alike neighbors move as one
         ((S0, S0), (R, R), ["all_gather"], ["slice"]),
         ((R, P), (R, S1), ["reduce_scatter"], ["all_gather"]),
         ((S0, R), (S0, S1), ["slice"], ["all_gather"]),

@@ -14,7 +14,7 @@ STEP = StepTimeline(
     (
         Event(0, "compute", "layers.1", "forward", 1.0, 2.0, layer=1, microbatch=0),
         Event(0, "compute", "layers.0", "forward", 0.0, 1.0, layer=0, microbatch=0),
-        Event(0, "communication", "weight", "gather", 0.5, 1.0, num_bytes=64.0, detail="all_gather over 8 neighbours"),
+        Event(0, "communication", "weight", "gather", 0.5, 1.0, num_bytes=64.0, detail="all_gather over 8 neighbors"),
         Event(1, "compute", "layers.2", "forward", 2.0, 2.5, layer=2, microbatch=0),
     ),
     ((MemoryPoint(0.0, bytes_of(parameters=8.0)), MemoryPoint(1.0, bytes_of(parameters=8.0, saved=4.0))), ()),

@@ -60,7 +60,7 @@ def measure_profile(
         budget_s: approximate seconds to spend if nothing is cached.
         cache_dir: the folder of cached profiles; without one nothing is read or written.  Rank 0 reads the measurements
             of a machine like this, with the same number of ranks and the same software, and adds the new ones.
-        axes: groups to measure; by default neighbours in all sizes.
+        axes: groups to measure; by default neighbors in all sizes.
         dtypes: of matrix products and attention; by default float32, on accelerators bfloat16 too (and first).
 
     If the cache can't be read or written, it warns, measures everything, and caches nothing.

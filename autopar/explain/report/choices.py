@@ -32,10 +32,10 @@ def front_figure(answer: Answer) -> Figure:
     factor, unit = size_unit(widest)
     limit, widest = plan.memory_limit_bytes / factor, widest / factor
     is_near = limit <= 3 * widest  # else it would press the points together
-    grey, blue = {"size": 5, "opacity": 0.45, "color": "#8f8f8f"}, {"size": 7, "color": "#0072b2"}
+    gray, blue = {"size": 5, "opacity": 0.45, "color": "#8f8f8f"}, {"size": 7, "color": "#0072b2"}
     orange = {"size": 9, "color": "#e69f00", "symbol": "diamond"}
     data = (
-        _points("considered", behind[::step], (factor, unit), "markers", grey),
+        _points("considered", behind[::step], (factor, unit), "markers", gray),
         _points("front: no faster plan with as little memory", front, (factor, unit), "lines+markers", blue),
         _points("simulated", simulated, (factor, unit), "markers", orange),
         {

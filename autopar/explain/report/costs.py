@@ -11,10 +11,10 @@ from autopar.explain.kind_work import KindWork, roofs
 from autopar.explain.planner import Answer
 from autopar.explain.tables import kind_name
 from autopar.pages.shapes import (
-    COLOURS,
+    COLORS,
     LEGEND,
     MARGIN,
-    MEMORY_COLOURS,
+    MEMORY_COLORS,
     SERIES,
     Cell,
     Figure,
@@ -41,7 +41,7 @@ _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexa
 
 def seconds_figure(explanation: Explanation) -> Figure:
     """Seconds by layer kind, stacked by what they are spent on."""
-    data = _stacks(explanation.kinds, [kind.seconds for kind in explanation.kinds], COLOURS, 1e3, "ms")
+    data = _stacks(explanation.kinds, [kind.seconds for kind in explanation.kinds], COLORS, 1e3, "ms")
     layout = _bars("ms of a step, all layers of the kind together")
     return Figure(
         "kind-seconds", "Seconds by layer kind; the table has the same numbers.", data, layout, _height(explanation)
@@ -51,7 +51,7 @@ def seconds_figure(explanation: Explanation) -> Figure:
 def bytes_figure(explanation: Explanation) -> Figure:
     """Bytes by layer kind, stacked by what they hold."""
     factor, unit = size_unit(max(sum(each for _, each in kind.num_bytes) for kind in explanation.kinds))
-    data = _stacks(explanation.kinds, [kind.num_bytes for kind in explanation.kinds], MEMORY_COLOURS, 1 / factor, unit)
+    data = _stacks(explanation.kinds, [kind.num_bytes for kind in explanation.kinds], MEMORY_COLORS, 1 / factor, unit)
     layout = _bars(f"{unit} per device, all layers of the kind together")
     return Figure(
         "kind-bytes", "Bytes by layer kind; the table has the same numbers.", data, layout, _height(explanation)
@@ -75,7 +75,7 @@ def _bars(title: str) -> dict[str, Any]:
 def _stacks(
     kinds: Sequence[KindRow],
     values: Sequence[tuple[tuple[str, float], ...]],
-    colours: dict[str, str],
+    colors: dict[str, str],
     factor: float,
     unit: str,
 ) -> tuple[dict[str, Any], ...]:
@@ -87,7 +87,7 @@ def _stacks(
             results.append(
                 {
                     "type": "bar", "orientation": "h", "name": _SHORT.get(what, what), "y": names, "x": sizes,
-                    "marker": {"color": colours[what]},
+                    "marker": {"color": colors[what]},
                     "hovertemplate": f"%{{y}}<br>{what}: %{{x:,.4~r}} {unit}<extra></extra>",
                 }
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The model's layers, first to last, with what each of them does: a coloured strip, and a table."""
+"""The model's layers, first to last, with what each of them does: a colored strip, and a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
 
 
 def layer_strip(plan: Plan) -> Figure:
-    """A bar per layer and kind of decision, coloured by what is decided."""
+    """A bar per layer and kind of decision, colored by what is decided."""
     data: list[dict[str, Any]] = []
     for row, describe in _ROWS:
         values = [describe(plan.strategies[layer.strategy]) for layer in plan.layers]

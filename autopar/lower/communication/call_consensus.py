@@ -11,7 +11,7 @@ A rank that finds a difference raises, and leaves its error in the store under n
 call n for longer than `POLL_S` looks for such an error, and raises it, too.  In the first call of its kind every rank
 waits until all have compared: so what fails there fails before any rank has started a collective.
 
-What waits inside a compiled layer, for a pipeline's neighbour or for an accelerator does not look: it ends when the
+What waits inside a compiled layer, for a pipeline's neighbor or for an accelerator does not look: it ends when the
 rank that raised does.
 """
 

@@ -60,7 +60,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_
 
     Args:
         query: the rows.
-        key: the columns; where it has fewer heads, each serves as many neighbouring ones of `query`.
+        key: the columns; where it has fewer heads, each serves as many neighboring ones of `query`.
         value: of the columns.
         scale: of the scores.
         is_causal: each row sees the columns up to its own; there are as many rows as columns.

@@ -1,4 +1,4 @@
-"""Batch normalisation in training: on one device, and over a batch that is cut into equal slices."""
+"""Batch normalization in training: on one device, and over a batch that is cut into equal slices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Normed:
-    """Normalise each channel (dim 1) of `x` by its own statistics.
+    """Normalize each channel (dim 1) of `x` by its own statistics.
 
     Returns the result and the new running mean and variance (None where there is no old one); nothing is
     written to.

@@ -189,7 +189,7 @@ def _tiles_of_slices(
 ) -> list[Tiles]:
     """Tiles for two slices of `half` rows each, which begin at `firsts` in a row of so many `tokens`.
 
-    What a slice has of a document are neighbours in it, as documents are in the order of their tokens.
+    What a slice has of a document are neighbors in it, as documents are in the order of their tokens.
     """
     parts: list[tuple[Tensor, Tensor, bool]] = []
     bands: dict[int, list[tuple[Tensor, Tensor, bool]]] = {}

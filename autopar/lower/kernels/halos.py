@@ -1,4 +1,4 @@
-"""Convolutions and pooling of images and videos that are split in space: neighbours exchange the rows at the borders.
+"""Convolutions and pooling of images and videos that are split in space: neighbors exchange the rows at the borders.
 
 A slice is extended by the rows that it needs from the previous and from the next slice, its halo
 (`autopar.ops.halos`); the first and the last slice are extended by padding instead.  The op then runs on the extended
@@ -44,7 +44,7 @@ def _halo_convolution(  # noqa: PLR0913  (its arguments)
 ) -> Tensor:
     """``conv1d``, ``conv2d`` or ``conv3d`` of this device's slice of `x` in dim `dim`.
 
-    Communicates forward the halo of `x`, a send to each neighbour, and backward its gradient if `x` has one, on each
+    Communicates forward the halo of `x`, a send to each neighbor, and backward its gradient if `x` has one, on each
     axis of `shards`.  The gradients of `weight` and `bias` are terms (``B``).
 
     Args:
@@ -181,7 +181,7 @@ def with_halo(shards: Shards, x: Tensor, dim: int, halo: Halo, fill: float | str
     """`x`, a slice in dim `dim`, with the last rows of the previous slice and the first rows of the next one.
 
     Before the first slice and after the last one there are rows of `fill`, or what ``torch.nn.functional.pad`` adds if
-    it names a mode: "replicate", "reflect" or "circular".  Communicates a send to each neighbour that needs rows, and
+    it names a mode: "replicate", "reflect" or "circular".  Communicates a send to each neighbor that needs rows, and
     in backward, if `x` has a gradient, a send of their gradients back.
     """
     return x if halo.is_empty else call_function(_WithHalo, x, shards, dim, halo, fill)

@@ -1,6 +1,6 @@
 """Convolutions of a padded input: whole, and split in space.
 
-A slice is extended by the rows that it needs from its neighbours, and at the edges by rows of padding; all other dims
+A slice is extended by the rows that it needs from its neighbors, and at the edges by rows of padding; all other dims
 are padded as usual.
 """
 

@@ -38,7 +38,7 @@ _scope_lock = threading.RLock()
 def derive_seed(base: int, *parts: int) -> int:
     """Mix `base` and `parts`, in order, to a seed in [0, 2**63).
 
-    Each part passes through splitmix64's finaliser.
+    Each part passes through splitmix64's finalizer.
     Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
     state = _mix(base & _MASK)

@@ -95,13 +95,13 @@ def _halo_resize(
 ) -> Tensor:
     """Linear or cubic interpolation of this device's slice of `x` in dim `dim`, by a whole factor.
 
-    Communicates forward `reach` rows of `x`, a send to each neighbour, and backward their gradients if `x` has one, on
+    Communicates forward `reach` rows of `x`, a send to each neighbor, and backward their gradients if `x` has one, on
     each axis of `shards`.
 
     Args:
         dim: the dim of `x` that is split; at least 2.
         modes: of ``torch.nn.functional.interpolate``, by the number of spatial dims.
-        reach: rows of each neighbour that are read.
+        reach: rows of each neighbor that are read.
         shards: of that dim.
         x: ``[batch, channels, ...]``, this device's equal slice.
         output_size: of the whole result, or None.

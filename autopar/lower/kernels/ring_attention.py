@@ -51,7 +51,7 @@ def ring_attention(
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` of this device's rows to all columns, of which it has a slice.
 
-    Communicates with its neighbours on the axes of `shards`: forward `key` and `value`, once for each other device;
+    Communicates with its neighbors on the axes of `shards`: forward `key` and `value`, once for each other device;
     backward these, and the gradients of both in float32 at least, which take one step more on each axis.  Causal, also
     halves with the mirrored device: forward of all operands and of the result, backward of the result with its
     gradient, and of the gradients of all operands.

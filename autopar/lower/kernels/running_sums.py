@@ -150,7 +150,7 @@ def _pairs_behind(shards: Shards, gradient: Tensor, other: Tensor, dim: int) -> 
 
 def _from_others(shards: Shards, x: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
     """1, 2, ... and the `x` of the slice as many places before this one (`step` 1) or behind it (-1), round a ring."""
-    travelling = x.contiguous()
+    traveling = x.contiguous()
     for number in range(1, shards.count):
-        travelling = shards.start_passing(travelling, step).wait()
-        yield number, travelling
+        traveling = shards.start_passing(traveling, step).wait()
+        yield number, traveling

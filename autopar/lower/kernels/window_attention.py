@@ -3,7 +3,7 @@
 No mask is made.  A band along the diagonal is made of squares, of which corners are causal from the other end, so that
 all of it is ordinary attention of tiles; on CUDA devices, in 16 bits, it is one call of torch's attention of variable
 lengths.  A slice of the rows needs only the columns next to it: those of the devices before it that are as near, which
-one exchange between neighbours brings.
+one exchange between neighbors brings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.lower.kernels.attention_tiles import (
     tokens_of,
 )
 
-__all__ = ["context_windows", "neighbour_windows", "window_attention", "with_previous"]
+__all__ = ["context_windows", "neighbor_windows", "window_attention", "with_previous"]
 
 
 def window_attention(
@@ -73,7 +73,7 @@ def context_windows(
     return _attend(query, key[:, :, low:high], value[:, :, low:high], scale, band)
 
 
-def neighbour_windows(
+def neighbor_windows(
     shards: Shards, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int, is_causal: bool
 ) -> Tensor:
     """`window_attention`, causal, of slices of the rows of all operands.
@@ -92,7 +92,7 @@ def neighbour_windows(
     """
     rows = query.shape[2]
     if len(shards.axes) > 1 or not is_causal or window - 1 > rows:
-        raise ValueError("neighbour_windows is causal, on one axis, with a window that reaches no further than a slice")
+        raise ValueError("neighbor_windows is causal, on one axis, with a window that reaches no further than a slice")
     first = shards.index * rows
     key, value = with_previous(shards, key, value, window - 1)
     low = first + rows - key.shape[2]

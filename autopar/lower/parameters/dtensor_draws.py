@@ -24,11 +24,11 @@ _LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
 
 
 def draws_in_place(call: FunctionCall) -> bool:
-    """Whether it gives a tensor random numbers, or is one of the initialisers that torch lets tensors overload."""
-    return call.name in _IN_PLACE or _is_initialiser(call)
+    """Whether it gives a tensor random numbers, or is one of the initializers that torch lets tensors overload."""
+    return call.name in _IN_PLACE or _is_initializer(call)
 
 
-def _is_initialiser(call: FunctionCall) -> bool:
+def _is_initializer(call: FunctionCall) -> bool:
     """``nn.init.normal_`` has the name of ``Tensor.normal_``, but also writes to a parameter that requires grad."""
     return getattr(call.function, "__module__", "") == "torch.nn.init"
 
@@ -36,7 +36,7 @@ def _is_initialiser(call: FunctionCall) -> bool:
 def draw_in_place(call: FunctionCall) -> Any:
     """Give a DTensor the random numbers that one device draws for it."""
     target = call.known[0]
-    if target.requires_grad and torch.is_grad_enabled() and not _is_initialiser(call):
+    if target.requires_grad and torch.is_grad_enabled() and not _is_initializer(call):
         return call.natively()  # torch says that a parameter that requires grad can't be written to
     with torch.no_grad():
         whole = _memory(target)

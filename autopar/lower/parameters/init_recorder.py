@@ -1,4 +1,4 @@
-"""Record how tensors are initialised without computing them, and play it back one tensor at a time.
+"""Record how tensors are initialized without computing them, and play it back one tensor at a time.
 
 Inside a `Tape` the tensors that ops make are on the meta device, and every op that would write values is noted.  `play`
 runs the notes in order on real tensors.  All ops run, so that random numbers are drawn as they would have been; but
@@ -160,7 +160,7 @@ def _name(function: Any) -> str:
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Inside, nobody sees that a tensor is on the meta device: some initialisers do nothing for those."""
+    """Inside, nobody sees that a tensor is on the meta device: some initializers do nothing for those."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_meta.__get__:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

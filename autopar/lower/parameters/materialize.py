@@ -50,7 +50,7 @@ def materialize(
     Args:
         model: any module; what is not on the meta device is left as it is.
         device: where the values are drawn and stay.
-        initialize: called with every module, children first, after the module's own initialisation.
+        initialize: called with every module, children first, after the module's own initialization.
 
     Returns:
         `model`.
@@ -107,7 +107,7 @@ class Draws:
         def check(name: str, value: Tensor) -> None:
             if value.is_floating_point() and bool(value.isnan().any()):
                 raise MaterializationError(
-                    f"{name!r} is on the meta device, and its initialisation leaves some of it without a value: write "
+                    f"{name!r} is on the meta device, and its initialization leaves some of it without a value: write "
                     "to all of it, in reset_parameters() of its module or in initialize="
                 )
             deliver(name, value.to(self.dtypes[name]))
@@ -133,8 +133,8 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
                 model.apply(initialize)
         except TapeError as error:
             raise MaterializationError(
-                f"the initialisation of {type(model).__name__} can't be planned: {error}. Build it outside of "
-                "torch.device('meta'), or initialise it in autopar.materialize's initialize= without looking at values"
+                f"the initialization of {type(model).__name__} can't be planned: {error}. Build it outside of "
+                "torch.device('meta'), or initialize it in autopar.materialize's initialize= without looking at values"
             ) from error
         results = {name: _member(model, name) for name in tensors}
     missing = tape.missing(results)
@@ -248,7 +248,7 @@ def _member(model: nn.Module, name: str) -> Tensor:
     tensor = tables.parameters.get(last)
     tensor = tables.buffers.get(last) if tensor is None else tensor
     if tensor is None:
-        raise MaterializationError(f"the initialisation of the model removes {name!r}, which has to get a value")
+        raise MaterializationError(f"the initialization of the model removes {name!r}, which has to get a value")
     return tensor.detach()
 
 

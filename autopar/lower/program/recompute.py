@@ -3,7 +3,7 @@
 Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `SavedTensor`, and when the layer has
 run, those whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
 result of an op that is rerun (`ActivationPolicy.reruns`) is computed again; the others may be offloaded
-(`OffloadedTensors`).  Tensors are recognised by their storage, so views count too.
+(`OffloadedTensors`).  Tensors are recognized by their storage, so views count too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The candidates of every layer once it is known where to cut: a chain of the stages of each device group.
 
 The stages of one group share its memory, so their layers make one chain, each with its stage's microbatches in flight.
-Transfers between stages of different groups are priced by the neighbours' states on a guiding path.
+Transfers between stages of different groups are priced by the neighbors' states on a guiding path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_PRICES = 12
 _MAX_CAPS = 3
 # Layers of a group whose best path is seldom on the hull.  Of longer ones it nearly is, and labels take seconds.
 SHORT_CHAIN = 8
-_ROUNDS = 2  # in which groups adapt to their neighbours: a group sees only those next to it; each round solves all
+_ROUNDS = 2  # in which groups adapt to their neighbors: a group sees only those next to it; each round solves all
 
 _DEAREST = 1e3  # the highest price of all of a host's memory, relative to the seconds of all layers
 _HOST_PRICES = 10  # bisections: of a price between 1e-3 and 1e3 they leave 1 %

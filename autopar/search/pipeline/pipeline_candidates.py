@@ -436,7 +436,7 @@ def _least_chain_s(tables: CostTables, shapes: list[Shape]) -> float:
 
 
 def _typical_flights(shapes: list[Shape]) -> list[Flight]:
-    """One microbatch, and what is usual in these shapes, neighbours no nearer than a quarter."""
+    """One microbatch, and what is usual in these shapes, neighbors no nearer than a quarter."""
     usual: set[Flight] = set()
     for shape in shapes:
         counts, splits = zip(*shape.flights, strict=True)

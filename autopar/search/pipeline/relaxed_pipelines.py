@@ -7,7 +7,7 @@ seconds ``m`` for the whole memory of each group, no pipeline that fits takes le
     sum over chains   a * seconds of the chain   +   sum over groups   m * (bytes held / limit - 1)
 
 Each layer adds to this what depends on its candidate and its stage, and on the boundary state that it shares with its
-neighbour, so dynamic programming over the layers finds the least value over all cuts and candidates exactly.  Shares
+neighbor, so dynamic programming over the layers finds the least value over all cuts and candidates exactly.  Shares
 and seconds are improved by subgradient steps until the value is as large as is asked for, or for a few steps.
 """
 

@@ -1,13 +1,13 @@
 """Where to cut layers into stages: dynamic programming over the layers.
 
 A stage is estimated by the best of a few paths, restricted to its layers, that fits with its microbatches in flight;
-between two paths that are neighbours in memory, as if its layers could be divided in any proportion.  With u the
+between two paths that are neighbors in memory, as if its layers could be divided in any proportion.  With u the
 seconds of a stage for one microbatch (what is done once per step shared out over them) the step takes about::
 
       (M - 1) * rounds * max over stages u + fill * sum over stages u
 
 `fill` is what the schedule's list says of equal stages: 1 for GPipe and 1F1B; stages that take turns on a device group
-fill and drain it faster.  As Alpa does, the largest u is a parameter, and for each bound on it the sum is minimised
+fill and drain it faster.  As Alpa does, the largest u is a parameter, and for each bound on it the sum is minimized
 exactly.
 """
 

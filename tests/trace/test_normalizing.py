@@ -1,4 +1,4 @@
-"""What the normalising passes write, case by case; each program is also run against its model."""
+"""What the normalizing passes write, case by case; each program is also run against its model."""
 
 import pytest
 import torch

@@ -10,10 +10,10 @@ from autopar.lower.kernels.attention_tiles import Band, Tiles, attend_tiles, ban
 from autopar.lower.kernels.document_attention import document_order
 from autopar.lower.kernels.window_attention import with_previous
 
-__all__ = ["neighbour_documents"]
+__all__ = ["neighbor_documents"]
 
 
-def neighbour_documents(  # noqa: PLR0913  (its arguments)
+def neighbor_documents(  # noqa: PLR0913  (its arguments)
     shards: Shards,
     query: Tensor,
     key: Tensor,
@@ -27,7 +27,7 @@ def neighbour_documents(  # noqa: PLR0913  (its arguments)
 ) -> Tensor:
     """`document_attention`, causal, with a window and sorted documents, for this device's slice of all operands.
 
-    It communicates as `neighbour_windows` does: in forward each device sends the last ``window - 1`` rows of `key` and
+    It communicates as `neighbor_windows` does: in forward each device sends the last ``window - 1`` rows of `key` and
     `value` to the next device, in backward their gradients return.
 
     Args:
@@ -49,7 +49,7 @@ def neighbour_documents(  # noqa: PLR0913  (its arguments)
     batch, rows = query.shape[0], query.shape[2]
     if len(shards.axes) > 1 or not (is_causal and is_sorted) or not 0 < window <= rows + 1:
         raise ValueError(
-            "neighbour_documents is causal, on one axis, of documents in order, with a window that reaches no further "
+            "neighbor_documents is causal, on one axis, of documents in order, with a window that reaches no further "
             "than a slice"
         )
     tokens, first = rows * shards.count, shards.index * rows
