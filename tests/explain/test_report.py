@@ -221,9 +221,9 @@ def test_many_alternating_events_are_drawn_at_once_and_keep_their_seconds() -> N
         for n in range(num_events)
     )  # fmt: skip
     timeline = StepTimeline(num_events * 1e-3, events)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     drawn = condense(timeline, (0,))
-    assert time.perf_counter() - started_s < 10  # it took for ever
+    assert time.process_time() - started_s < 10  # it took for ever
     assert 1000 < len(drawn) <= 4000
     for category, seconds in (("forward", 0.5e-3), ("backward", 0.75e-3)):
         bars = [event for event in drawn if event.category == category]
