@@ -124,8 +124,8 @@ def _variables_with(value: object) -> list[str]:
     return [
         f"the variable {name!r} of {info.function}"
         for info in callers
-        for name, held in info.frame.f_locals.items()
-        if held is value
+        for name, local in info.frame.f_locals.items()
+        if local is value
     ]
 
 

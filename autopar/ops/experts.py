@@ -218,8 +218,8 @@ class _Call:
     @property
     def sent_copies(self) -> float:
         """The same of the devices that share the experts; 0 where nothing is sent."""
-        held = self.experts[0].shape[0]
-        return dict(self.copies)[self.num_experts // held] if held < self.members.shape[0] else 0.0
+        num_local = self.experts[0].shape[0]
+        return dict(self.copies)[self.num_experts // num_local] if num_local < self.members.shape[0] else 0.0
 
     @property
     def num_slices(self) -> float:

@@ -157,8 +157,8 @@ def nested_peak_bytes(kinds: Sequence[GroupKind]) -> float:
     """Peak bytes of a device that is in a group of each kind, one after the other, without what the plan for all
     devices keeps: parts that kinds share are there once.
     """
-    held_bytes = sum({part: num_bytes for kind in kinds for part, num_bytes in kind.parts.items()}.values())
-    return held_bytes + max(kind.plan.peak_memory_bytes - sum(kind.parts.values()) for kind in kinds)
+    parts_bytes = sum({part: num_bytes for kind in kinds for part, num_bytes in kind.parts.items()}.values())
+    return parts_bytes + max(kind.plan.peak_memory_bytes - sum(kind.parts.values()) for kind in kinds)
 
 
 @dataclass(frozen=True)

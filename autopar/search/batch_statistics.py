@@ -30,7 +30,7 @@ def program_with_statistics(program: Program, num_microbatches: int, patterns: S
         stuck = propagate_forward(problem)
         if stuck is None or stuck.op is None:
             break
-        same_ops = _alike(made, stuck.op.name)
+        same_ops = _ops_at_same_place(made, stuck.op.name)
         if same_ops <= names or not _multiplies_statistics(problem, stuck):
             return None
         names |= same_ops
@@ -39,7 +39,7 @@ def program_with_statistics(program: Program, num_microbatches: int, patterns: S
     return made
 
 
-def _alike(program: Program, name: str) -> set[str]:
+def _ops_at_same_place(program: Program, name: str) -> set[str]:
     """The op of the first layer of its kind that has this name, and those at its place in other layers of the kind."""
     kind, place = next(
         (layer.kind, place) for layer in program.kinds for place, op in enumerate(layer.ops) if op.name == name

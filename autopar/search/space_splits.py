@@ -91,17 +91,17 @@ def check_images(program: Program, demands: Sequence[LayerDemands]) -> None:
     Not in models with attention, whose tokens may divide.
     """
     degree = _demanded(demands)
-    found = [
+    splits = [
         (option.extent, program.type_of(op.operands[0]).shape[2:])
         for layer in program.kinds
         for op, option in _options_in_space(layer)
         if option.kernel
     ]
-    if degree <= 1 or not found or any(extent % degree == 0 for extent, _ in found):
+    if degree <= 1 or not splits or any(extent % degree == 0 for extent, _ in splits):
         return
     if any(family_of(op.target).is_attention for layer in program.kinds for op in layer.ops):
         return
-    sizes = " x ".join(map(str, max((sizes for _, sizes in found), key=math.prod)))
+    sizes = " x ".join(map(str, max((sizes for _, sizes in splits), key=math.prod)))
     raise ConstraintError(
         f"constraint 'context={degree}': images of {sizes} do not divide over {degree} devices in any dim that a "
         "convolution splits. Resize or pad them to a multiple, or choose another degree"

@@ -169,7 +169,7 @@ class _Search:
         if len(set(leaving)) != 1:
             return None
         result = leaving[0]
-        given = {self.ids, *(name for held in self.lists.values() for name in held)}
+        given = {self.ids, *(name for names in self.lists.values() for name in names)}
         ops = tuple(self._slice(result, given))
         inside = {name for op in ops for name in op.results} - {result}
         readers = [op for op in self.graph.ops if not inside.isdisjoint(op.operands)]
@@ -182,10 +182,10 @@ class _Search:
         if result in self.graph.outputs or not any(op.target == PRODUCT for op in self.body):
             return None
         body = tuple(_alive(self.body, self.inner[result]))
-        held = tuple(self.graph.types[name] for name in self.matrices)
+        matrices = tuple(self.graph.types[name] for name in self.matrices)
         lists = {name: tuple(each) for name, each in self.lists.items()}
         whole = Body(body, self.inner[result], dict(self.types), moved_bytes(body, self.types))
-        return Region(self.ids, lists, ops, whole, end, self.num_experts, held)
+        return Region(self.ids, lists, ops, whole, end, self.num_experts, matrices)
 
     def _slice(self, result: str, given: set[str]) -> Iterator[Op]:
         """The ops that compute the result from what is given, in order."""

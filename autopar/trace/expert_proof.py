@@ -49,7 +49,7 @@ class Region:
         body: in the op's own names.
         end: puts rows back in their order; its result is the region's.
         num_experts: how many.
-        held: the largest tensors between its ops, where they are larger than what it reads and makes.
+        intermediates: the largest tensors between its ops, where they are larger than what it reads and makes.
     """
 
     ids: str
@@ -58,7 +58,7 @@ class Region:
     body: Body
     end: Op
     num_experts: int
-    held: tuple[TensorType, ...] = ()
+    intermediates: tuple[TensorType, ...] = ()
 
     def write(self, members: str) -> list[Op]:
         """The op, and before it the numbers of all experts."""
@@ -177,7 +177,7 @@ def _shrinking(kinds: Mapping[str, TensorType], region: Region) -> dict[int, int
 
     Numbers of rows have proportions of their own, unless one of them is the size of another dim, too.
     """
-    compared = (*kinds.values(), *region.held)
+    compared = (*kinds.values(), *region.intermediates)
     if max(kind.num_elements for kind in compared) <= _MAX_ELEMENTS:
         return {}
     of_rows = {region.ids, *region.lists["reads"]}

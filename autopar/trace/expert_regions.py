@@ -221,7 +221,7 @@ class _Search:
         turned = self._turn()
         inside_ops = tuple(self.body)
         body = Body(inside_ops, self.inner[end.operands[0]], dict(self.types), moved_bytes(inside_ops, self.types))
-        lists = {name: tuple(held) for name, held in self.lists.items()}
+        lists = {name: tuple(names) for name, names in self.lists.items()}
         ops = (*turned, *ops)
         # What is known from the order alone is computed before the rows that read it.
         ordered = tuple(sorted(ops, key=lambda op: self.graph.places[op.name]))

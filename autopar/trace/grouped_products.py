@@ -102,11 +102,11 @@ def run_experts(
 
     Rows whose expert is not below the number of matrices that are there come behind all others, and give zeros.
     """
-    parts, held = read_body(body), len(experts[0]) if experts else num_experts
+    parts, num_local = read_body(body), len(experts[0]) if experts else num_experts
     sorted_ids, order = torch.sort(ids, stable=True)
     # A token's rows share what it has.
     rows = [x[order // (len(ids) // len(x))] for x in reads]
-    result = run_sorted_experts(sorted_ids, rows, experts, others, body, may_be_elsewhere=held < num_experts)
+    result = run_sorted_experts(sorted_ids, rows, experts, others, body, may_be_elsewhere=num_local < num_experts)
     back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
     result = result[back]
     return result if parts.summed == 1 else result.view(-1, parts.summed, *result.shape[1:]).sum(1)
@@ -127,13 +127,13 @@ def run_sorted_experts(
     must be none.
     """
     parts = read_body(body)
-    held = len(experts[0]) if experts else int(may_be_elsewhere)
-    ends = torch.searchsorted(ids, torch.arange(held, device=ids.device), right=True, out_int32=True)
+    num_local = len(experts[0]) if experts else int(may_be_elsewhere)
+    ends = torch.searchsorted(ids, torch.arange(num_local, device=ids.device), right=True, out_int32=True)
     values = {f"reads{place}": x for place, x in enumerate(rows)}
     mask = None
     if may_be_elsewhere:
         mask = torch.arange(len(ids), device=ids.device) < ends[-1]
-        ids = ids.clamp(max=held - 1)
+        ids = ids.clamp(max=num_local - 1)
         values = {name: _where(mask, x) for name, x in values.items()}
     values |= {f"experts{place}": x for place, x in enumerate(experts)}
     values |= {f"others{place}": x for place, x in enumerate(others)} | {IDS: ids, ENDS: ends}

@@ -17,7 +17,7 @@ from autopar.trace.repetition import OpSpan
 
 __all__ = ["assign_kinds", "build_layers", "fingerprint"]
 
-_HELD = ("parameter", "buffer", "constant")
+_STATE_ROLES = ("parameter", "buffer", "constant")
 
 
 def build_layers(graph: Graph, pieces: Sequence[OpSpan]) -> list[Layer]:
@@ -31,8 +31,8 @@ def build_layers(graph: Graph, pieces: Sequence[OpSpan]) -> list[Layer]:
         read = [name for name in dict.fromkeys(n for op in ops for n in op.operands) if name not in inside]
         layers.append(Layer(
             name=pieces[index].unit or _name(ops, index), kind=0, ops=ops,
-            inputs=tuple(n for n in read if graph.roles.get(n) not in _HELD),
-            state=tuple(n for n in read if graph.roles.get(n) in _HELD),
+            inputs=tuple(n for n in read if graph.roles.get(n) not in _STATE_ROLES),
+            state=tuple(n for n in read if graph.roles.get(n) in _STATE_ROLES),
             outputs=tuple(n for n in defined if n in later),
         ))  # fmt: skip
         later.update(read)

@@ -64,10 +64,10 @@ def _divide_layer(
     common: frozenset[int] | None = None  # the stages that hold what the ops since the last cut read
     for place in layer.places:
         names = [graph.parameters.get(operand, "") for operand in graph.ops[place].operands]
-        held = [stages_of[name] for name in names if name in stages_of]
-        if not held:
+        stages = [stages_of[name] for name in names if name in stages_of]
+        if not stages:
             continue
-        own = held[0].intersection(*held[1:])
+        own = stages[0].intersection(*stages[1:])
         if common is not None and not common & own:
             starts.append(min(range(last_reader + 1, place + 1), key=lambda i: crossing[i].num_bytes))
             common = None

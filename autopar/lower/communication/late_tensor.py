@@ -25,13 +25,13 @@ class LateTensor(Tensor):
     """
 
     _gather: Callable[[], Tensor]
-    _found: Tensor | None
+    _gathered: Tensor | None
 
     @classmethod
     def of(cls, like: Tensor, gather: Callable[[], Tensor]) -> Self:
         """A stand-in with the shape, dtype and device of `like`, which may be without memory, for ``gather()``."""
         made = make_wrapper(cls, like)
-        made._gather, made._found = gather, None
+        made._gather, made._gathered = gather, None
         return made
 
     def then(self, view: Callable[[Tensor], Tensor]) -> LateTensor:
@@ -41,10 +41,10 @@ class LateTensor(Tensor):
 
     def whole(self) -> Tensor:
         """The whole tensor; the first time every rank must call it."""
-        if self._found is None:
-            self._found = self._gather()
+        if self._gathered is None:
+            self._gathered = self._gather()
             self._gather = lambda: self.whole()  # lets go of this rank's part
-        return self._found
+        return self._gathered
 
     @classmethod
     def __torch_function__(

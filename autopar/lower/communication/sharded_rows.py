@@ -39,7 +39,7 @@ class ShardedRows(LateTensor):
     def part(self, moves: Sequence[Move], rank: int) -> tuple[Tensor, Sequence[Move]]:
         """A tensor of `rank`, and which of `moves` to run on it, for what `moves` would give of the whole."""
         cuts = tuple(move.axis for move in moves if move.kind == "slice" and move.dim == 0)
-        if all(move.kind in ("slice", "none") for move in moves) and _are_held(self._spans, cuts):
+        if all(move.kind in ("slice", "none") for move in moves) and _are_local(self._spans, cuts):
             start, stop = _cut_rows(self._spans, cuts, rank)
             own = self._rows
             if stop - start < len(own):
@@ -57,8 +57,8 @@ class ShardedRows(LateTensor):
         if func is Tensor.untyped_storage:
             return args[0]._rows.untyped_storage()
         if func is Tensor.to and not kwargs and len(args) == 2 and isinstance(args[1], torch.dtype):
-            held: ShardedRows = args[0]
-            return held.of_rows(held._rows.to(args[1]), held._spans, lambda _: held.whole().to(args[1]))
+            sharded: ShardedRows = args[0]
+            return sharded.of_rows(sharded._rows.to(args[1]), sharded._spans, lambda _: sharded.whole().to(args[1]))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -85,7 +85,7 @@ def _cut_rows(spans: Spans, cuts: Sequence[Axis], rank: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _are_held(spans: Spans, cuts: tuple[Axis, ...]) -> bool:
+def _are_local(spans: Spans, cuts: tuple[Axis, ...]) -> bool:
     """Whether every rank has the rows that it wants."""
     needed = (_cut_rows(spans, cuts, rank) for rank in range(len(spans)))
     pairs = zip(spans, needed, strict=True)

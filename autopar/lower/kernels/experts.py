@@ -67,19 +67,19 @@ def dispatched_experts(
     between any two devices as the most that any device has for another: the devices agree on that number first, and
     the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
-    summed, held = read_body(body).summed, len(experts[0])
+    summed, num_local = read_body(body).summed, len(experts[0])
     num_tokens = len(ids) // summed
     shared = [len(x) == num_tokens for x in reads]
     given = [x if once else _by_token(x, num_tokens, summed) for x, once in zip(reads, shared, strict=True)]
 
     def compute(ids: Tensor, given: Sequence[Tensor]) -> Tensor:
-        token, place = (ids < held).nonzero(as_tuple=True)
+        token, place = (ids < num_local).nonzero(as_tuple=True)
         rows, order = torch.sort(ids[token, place], stable=True)
         token, place = token[order], place[order]
         is_empty = not len(rows)
         if is_empty:  # kernels need a row: one whose expert is elsewhere
             token = place = token.new_zeros(1)
-            rows = token + held
+            rows = token + num_local
         of_rows = [
             _picked(x, token) if once else _picked(x.flatten(0, 1), token * summed + place)
             for x, once in zip(given, shared, strict=True)
@@ -87,7 +87,7 @@ def dispatched_experts(
         made = _ops.autopar_traced.sorted_experts(rows, of_rows, experts, others, body, may_be_elsewhere=is_empty)
         return call_function(_Sums, made, torch.arange(len(rows), device=ids.device), token, len(ids))
 
-    return _spread(shards, ids.view(num_tokens, summed), given, held, compute)
+    return _spread(shards, ids.view(num_tokens, summed), given, num_local, compute)
 
 
 def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
@@ -98,24 +98,24 @@ def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
 _Compute = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
-def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], held: int, compute: _Compute) -> Tensor:
+def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], num_local: int, compute: _Compute) -> Tensor:
     """[tokens, ...]: the sums of what `compute` makes of the tokens on each of `shards` that has experts of them.
 
     Args:
-        shards: of the experts, which have `held` each.
+        shards: of the experts, which have `num_local` each.
         ids: [tokens, k], the experts of each token, from 0 for the first one of `shards`; those from the number of
             their experts on are elsewhere.
         reads: of [tokens, ...].
-        held: experts of one device.
+        num_local: experts of one device.
         compute: given `ids` and `reads` of the tokens that come to this device.
     """
     if not shards.axes:
         return compute(ids, reads)
     axis = shards.axes[0]
     inner = Shards(shards.communicator, shards.axes[1:])
-    route = _Route.of(Shards(shards.communicator, (axis,)), ids, held * inner.count)
+    route = _Route.of(Shards(shards.communicator, (axis,)), ids, num_local * inner.count)
     there = [route.send(x) for x in reads]
-    made = _spread(inner, route.send_ids(ids), there, held, compute)
+    made = _spread(inner, route.send_ids(ids), there, num_local, compute)
     return call_function(_Sums, _exchange(route.shards, made), route.slots, route.token, len(ids))
 
 
@@ -125,23 +125,23 @@ class _Route:
 
     Args:
         shards: the places.
-        held: experts of each.
+        num_local: experts of each.
         capacity: tokens that each place gets from each other, fillers included.
         to, token: [n], the place and the token of each of n copies.
         slots: [n], where it is in the buffer ``[places * capacity, ...]`` of what is sent.
     """
 
     shards: Shards
-    held: int
+    num_local: int
     capacity: int
     to: Tensor
     token: Tensor
     slots: Tensor
 
     @classmethod
-    def of(cls, shards: Shards, ids: Tensor, held: int) -> _Route:
+    def of(cls, shards: Shards, ids: Tensor, num_local: int) -> _Route:
         num_places = shards.count
-        owners = (ids // held).clamp(max=num_places)
+        owners = (ids // num_local).clamp(max=num_places)
         goes = torch.zeros(len(ids), num_places + 1, dtype=torch.bool, device=ids.device).scatter(1, owners, True)
         goes = goes[:, :num_places].t()
         counts = goes.sum(1)
@@ -149,13 +149,13 @@ class _Route:
         to, token = goes.nonzero(as_tuple=True)
         starts = counts.cumsum(0) - counts
         slots = to * capacity + torch.arange(len(to), device=ids.device) - starts[to]
-        return cls(shards, held, capacity, to, token, slots)
+        return cls(shards, num_local, capacity, to, token, slots)
 
     def send_ids(self, ids: Tensor) -> Tensor:
-        """The experts of the tokens that come here, from 0 for the first one here, `held` for those elsewhere."""
-        own = ids[self.token] - (self.to * self.held).unsqueeze(1)
-        own = own.masked_fill((own < 0) | (own >= self.held), self.held)
-        buffer = ids.new_full((self.shards.count * self.capacity, ids.shape[1]), self.held)
+        """The experts of the tokens that come here, from 0 for the first one here, `num_local` for those elsewhere."""
+        own = ids[self.token] - (self.to * self.num_local).unsqueeze(1)
+        own = own.masked_fill((own < 0) | (own >= self.num_local), self.num_local)
+        buffer = ids.new_full((self.shards.count * self.capacity, ids.shape[1]), self.num_local)
         return _moved(buffer.index_copy_(0, self.slots, own), self.shards)
 
     def send(self, x: Tensor) -> Tensor:

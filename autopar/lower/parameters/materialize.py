@@ -124,7 +124,7 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
     Raises:
         MaterializationError: nothing says what the values of a parameter or buffer are.
     """
-    tensors = dict(_wanted(model))
+    tensors = dict(_meta_tensors(model))
     drawing = frozenset(id(m) for m in model.modules() if any(x.is_meta for x in (*m.parameters(), *m.buffers())))
     with Tape() as tape, _blank(model), _default_dtype(model):
         try:
@@ -235,7 +235,7 @@ def _describe_missing(model: nn.Module, missing: list[str]) -> str:
     )
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _meta_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors on the meta device, each by its first name."""
     first = canonical_names(model)
     yield from ((name, p) for name, p in model.named_parameters() if p.is_meta and first[name] == name)

@@ -37,7 +37,7 @@ class SplitBackward:
         self._inputs = list(inputs)
         self._parameters = list(parameters)
         self._branches: list[_Branch] = []
-        self._found: list[Tensor | None] = []
+        self._parameter_gradients: list[Tensor | None] = []
 
     def inputs(self) -> list[Tensor | None]:
         """The gradients of the inputs, None where nothing flows."""
@@ -60,17 +60,17 @@ class SplitBackward:
             finally:
                 for watch in watches:
                     watch.remove()
-            gradients, self._found = both[: len(gradients)], both[len(gradients) :]
+            gradients, self._parameter_gradients = both[: len(gradients)], both[len(gradients) :]
         self._roots, self._inputs = [], []
         return gradients
 
     def parameters(self) -> None:
         """Add the gradients of the parameters to their ``grad``."""
-        for parameter, gradient in zip(self._parameters, self._found, strict=False):
+        for parameter, gradient in zip(self._parameters, self._parameter_gradients, strict=False):
             _add(parameter, gradient)
         for branch in self._branches:
             branch.run()
-        self._branches, self._found, self._parameters = [], [], []
+        self._branches, self._parameter_gradients, self._parameters = [], [], []
 
 
 def _add(parameter: Tensor, gradient: Tensor | None) -> None:

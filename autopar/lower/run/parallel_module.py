@@ -52,7 +52,7 @@ from autopar.step.plan_check import check_same_program
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
-_ALIKE = ", whose inputs are the same on every rank"  # of calls of submodules, also with local inputs
+_SAME_INPUTS = ", whose inputs are the same on every rank"  # of calls of submodules, also with local inputs
 
 
 def lower(
@@ -228,7 +228,7 @@ class ParallelModule(ModuleInspection):
 
     def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
         self._check_modes()
-        self._enter(f"{part!r}{_ALIKE} {{}}", lambda: (None, named_tensors(args, kwargs)))
+        self._enter(f"{part!r}{_SAME_INPUTS} {{}}", lambda: (None, named_tensors(args, kwargs)))
         names = [name for name in self._store.stored if name.startswith(f"{part}.")]
         whole = {name: self._differentiable(name, self._whole(name, self._own_part(name))) for name in names}
         like = self.get_submodule(part)
@@ -240,7 +240,7 @@ class ParallelModule(ModuleInspection):
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
-        kind += f" of {part!r}{_ALIKE}" if part else ""
+        kind += f" of {part!r}{_SAME_INPUTS}" if part else ""
         autocast = self._executors.autocast
         kind += f" with autocast to {autocast}" if autocast else ""
         changed = self._attributes.changed()
