@@ -49,7 +49,7 @@ from autopar.planning.length_plans import ExpectedLengths, check_rows, read_dist
 from autopar.planning.logits import search_plan
 from autopar.planning.mesh_cluster import mesh_prices, read_cluster
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
-from autopar.planning.searching import finish, request_of, search_setup
+from autopar.planning.searching import finish, request_of, search_setup, with_trace_s
 from autopar.planning.setup import Setup
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
@@ -374,7 +374,7 @@ def _search_and_time(
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
         own = replace(setup, time_layers=FamilyTimer(prices, timer))
-        plan = finish(plan, traced.program, own)
+        plan = finish(with_trace_s(plan, own), traced.program, own, request)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:

@@ -12,18 +12,16 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.errors import QuestionError
 from autopar.explain.question import Question
 from autopar.explain.targets import ModelTarget, load_target
-from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.call_plans import example_call
 from autopar.planning.expectations import Expectations
-from autopar.planning.length_plans import FamilyPlanner, check_rows, read_distribution, row_tracer
-from autopar.planning.logits import search_plan
-from autopar.planning.precision import with_speedup
+from autopar.planning.length_plans import check_rows, read_distribution, row_tracer
+from autopar.planning.searching import find_plan, request_of, search_setup
 from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.progress import phase
-from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
+from autopar.search import ConsideredPlan, TrainingSpec
 from autopar.search.considered_plans import describe_plan
 from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
@@ -71,43 +69,34 @@ class Planner:
             InfeasibleError: nothing fits.
             AutoparError: the target or the question can't be used.
         """
-        prices, request = self._request(question)
-        program, trace_s = self.program(question), self._traced_program(question)[1]
+        program = self.program(question)
+        setup = replace(self._setup(question), trace_s=self._traced_program(question)[1])
+        request = replace(request_of(setup), known=self._known.for_other_constraints())
+        size = question.cluster.world_size
+        if is_alternative:
+            return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)
         considered: list[ConsideredPlan] = []
 
         def keep(final: Plan) -> None:
             considered.append(describe_plan(final))
 
-        if not is_alternative:
-            request = replace(request, on_considered=considered.append, on_final=keep)
-        size = question.cluster.world_size
-
-        def find(program: Program) -> Plan:
-            return search_plan(
-                question.compile, lambda own, given: search(own, size, prices, given), program, prices, request, size,
-                seeks_gap=not is_alternative,
-            )  # fmt: skip
-
-        lengths = None if is_alternative else self._lengths(question, program)
-        with phase(f"searching for a plan for {size} devices"):
-            plan = find(program)
-        whole, program = program, as_decided(program, plan.decisions)
-        if question.precision is None and not is_alternative:
-            plan = with_speedup(plan, program, prices, request.training)
-        plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
+        lengths = self._lengths(question, program)
         if lengths is not None:
             target = self.model(question)
-            setup = Setup(
-                read_dtype(question.precision), device_type=question.cluster.device.type, expected=question.expected
-            )
-            trace = row_tracer(target.model, target.example_inputs, whole, setup)
-            plan = FamilyPlanner(lengths, trace, find, prices, request).family(plan, whole)
-            program = as_decided(whole, plan.decisions)
+            trace = row_tracer(target.model, target.example_inputs, program, setup)
+            setup = replace(setup, lengths=lengths, trace_rows=trace)
+        request = replace(request, on_considered=considered.append, on_final=keep)
+        plan = search_setup(program, size, setup, request)
+        if lengths is not None:
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean
             note = f"{cut:.1%} of the tokens of --lengths are beyond a row's {lengths.longest:,}, and count as cut"
             plan = replace(plan, notes=(*plan.notes, note) if cut > 0 else plan.notes)
-        training = request.training.running(compiled=plan.compiled)
-        return Answer(question, plan, program, prices, training, tuple(considered))
+        return replace(self._answer(question, plan, program, setup), considered=tuple(considered))
+
+    def _answer(self, question: Question, plan: Plan, program: Program, setup: Setup) -> Answer:
+        training = setup.training.running(compiled=plan.compiled)
+        prices = self._prices_on(question.cluster)
+        return Answer(question, plan, as_decided(program, plan.decisions), prices, training)
 
     def _lengths(self, question: Question, program: Program) -> Lengths | None:
         """The distribution of lengths in the question, cut to the length of a row."""
@@ -136,21 +125,21 @@ class Planner:
         Raises:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
         """
-        self._request(question)  # what is wrong with it is said before a long trace
+        self._setup(question)  # what is wrong with it is said before a long trace
         expected = question.expected
         program, _, seen = self._traced_program(question)
         if question.documents is None and question.lengths is None:
             expected = replace(expected, documents=seen.documents)
         return expected.priced(program)
 
-    def _request(self, question: Question) -> tuple[ClusterPrices, SearchRequest]:
-        memory = None if question.memory is None else read_bytes(question.memory)
-        training = training_spec(self.model(question).model, question.optimizer).on_device(question.cluster.device.name)
-        request = SearchRequest(
-            memory, training, question.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR,
-            known=self._known.for_other_constraints(),
+    def _setup(self, question: Question) -> Setup:
+        """The arguments of `autopar.plan` that ask the same, without lengths."""
+        setup = Setup(
+            read_dtype(question.precision), None if question.memory is None else read_bytes(question.memory),
+            training_spec(self.model(question).model, question.optimizer), question.constraints,
+            compile=question.compile, device_type=question.cluster.device.type, expected=question.expected,
         )  # fmt: skip
-        return self._prices_on(question.cluster), request
+        return setup.priced(self._prices_on(question.cluster))
 
     def _prices_on(self, cluster: Cluster) -> ClusterPrices:
         known = next((each for each in self._prices if each.cluster == cluster), None)

@@ -15,40 +15,56 @@ from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, SearchRequest, search
 from autopar.step.variants import as_decided
 
-__all__ = ["finish", "request_of", "search_setup"]
+__all__ = ["find_plan", "finish", "request_of", "search_setup", "with_trace_s"]
 
 
-def search_setup(program: Program, world_size: int, setup: Setup) -> Plan:
-    """The fastest plan that fits, by the prices of `setup`.
+def search_setup(program: Program, world_size: int, setup: Setup, request: SearchRequest | None = None) -> Plan:
+    """The fastest plan that fits, by the prices of `setup`; `request` is `request_of` it, unless more is asked for.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    request = request or request_of(setup)
+    return finish(find_plan(program, world_size, setup, request), program, setup, request)
+
+
+def find_plan(
+    program: Program, world_size: int, setup: Setup, request: SearchRequest, *, seeks_gap: bool = True
+) -> Plan:
+    """The plan that the search returns, with the seconds of each phase.
 
     Raises:
         InfeasibleError: nothing fits.
     """
     with phase(f"searching for a plan for {world_size} devices"):
-        plan = _search(program, world_size, setup)
-    return finish(plan, program, setup)
+        plan = _search(program, world_size, setup, request, seeks_gap=seeks_gap)
+    return with_trace_s(plan, setup)
 
 
-def _search(program: Program, world_size: int, setup: Setup) -> Plan:
+def _search(program: Program, world_size: int, setup: Setup, request: SearchRequest, *, seeks_gap: bool = True) -> Plan:
     prices = setup.prices
     assert prices is not None
     return search_plan(
-        setup.compile, lambda own, given: search(own, world_size, prices, given), program, prices, request_of(setup),
-        world_size,
+        setup.compile, lambda own, given: search(own, world_size, prices, given), program, prices, request, world_size,
+        seeks_gap=seeks_gap,
     )  # fmt: skip
 
 
-def finish(plan: Plan, program: Program, setup: Setup) -> Plan:
-    """`plan` with the seconds of each phase, the speedup of another precision, and its family for other lengths."""
+def with_trace_s(plan: Plan, setup: Setup) -> Plan:
+    """`plan` with the seconds of tracing, which came before its search."""
+    return replace(plan, planning_s=(("trace", setup.trace_s), *plan.planning_s))
+
+
+def finish(plan: Plan, program: Program, setup: Setup, request: SearchRequest) -> Plan:
+    """`plan` of `program` with the speedup of another precision, and its family for other lengths."""
     prices = setup.prices
     assert prices is not None
-    plan = replace(plan, planning_s=(("trace", setup.trace_s), *plan.planning_s))
     if setup.dtype is None:
         plan = with_speedup(plan, as_decided(program, plan.decisions), prices, setup.training)
     if setup.lengths is None or setup.trace_rows is None:
         return plan
     planner = FamilyPlanner(
-        setup.lengths, setup.trace_rows, lambda own: _search(own, plan.world_size, setup), prices, request_of(setup),
+        setup.lengths, setup.trace_rows, lambda own: _search(own, plan.world_size, setup, request), prices, request,
         setup.time_layers,
     )  # fmt: skip
     return planner.family(plan, program)
