@@ -122,12 +122,6 @@ class Timeline:
         """The time at which the last action ends."""
         return max((span.stop_s for spans in self.spans for span in spans), default=0.0)
 
-    @property
-    def bubble_fraction(self) -> float:
-        """The share of all groups' time up to `step_s` in which they don't compute."""
-        computing = sum(s.stop_s - s.start_s for spans in self.spans for s in spans if s.action.kind in "FBIW")
-        return 1 - computing / (self.step_s * len(self.spans)) if self.step_s else 0.0
-
 
 def simulate_schedule(
     actions: ScheduleActions,

@@ -79,9 +79,14 @@ class StepPricing:
         return PlannedLayers(self.program, self.decisions, self.facts)
 
     @cached_property
+    def between(self) -> StepCollectives:
+        """The collectives outside of layers."""
+        return step_collectives(self.layers, self.training)
+
+    @cached_property
     def step_s(self) -> float:
         """The seconds of the simulated step."""
-        return step_seconds(self.layers, self.prices, self.training, self.schedules)
+        return step_seconds(self.layers, self.prices, self.training, self.schedules, self.between)
 
     @cached_property
     def memory(self) -> tuple[tuple[Moment, ...], ...]:
@@ -97,10 +102,9 @@ class StepPricing:
     def prediction(self) -> Prediction:
         """Seconds and bytes, by layer and by stage."""
         layers, prices, training = self.layers, self.prices, self.training
-        between = step_collectives(layers, training)
-        costs = layer_costs(layers, between, prices, training)
+        costs = layer_costs(layers, self.between, prices, training)
         peaks = [peak_bytes(moments) for moments in self.memory]
-        stages, sum_s = self._stages(costs, between, peaks)
+        stages, sum_s = self._stages(costs, peaks)
         outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
         is_same = abs(sum_s - self.step_s) <= _NOTHING * sum_s
         step_s = sum_s if is_same else self.step_s
@@ -126,16 +130,14 @@ class StepPricing:
             row=row_cost(layers, costs, prices, training, step_s, max(peaks)),
         )
 
-    def _stages(
-        self, costs: tuple[LayerCost, ...], between: StepCollectives, peaks: Sequence[float]
-    ) -> tuple[tuple[StageCost, ...], float]:
+    def _stages(self, costs: tuple[LayerCost, ...], peaks: Sequence[float]) -> tuple[tuple[StageCost, ...], float]:
         """The cost of every stage, and the seconds of the step if nothing overlaps in a layer."""
         decisions = self.decisions
         if not decisions.stages:
             return (), sum(cost.total_s for cost in costs)
         assert self.schedules is not None
         actions = decisions.shape.actions(self.schedules)
-        stages = _stage_costs(self.layers, costs, between, self.prices, self.training)
+        stages = _stage_costs(self.layers, costs, self.between, self.prices, self.training)
         flights = count_flights(actions, len(stages))
         measured = tuple(
             replace(cost, peak_memory_bytes=peaks[stage.group], in_flight=flight)

@@ -24,6 +24,7 @@ from autopar.schedules.action_lists import Action, ScheduleSource, StageCost, Ti
 from autopar.step.actions import LayerAction
 from autopar.step.memory import step_memory, timed_memory
 from autopar.step.overlap_estimate import runs_concurrently
+from autopar.step.plan_collectives import StepCollectives
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.step_work import Item, StepWork, step_work
@@ -154,10 +155,14 @@ _CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
 def step_seconds(
-    layers: PlannedLayers, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+    layers: PlannedLayers,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    between: StepCollectives | None = None,
 ) -> float:
-    """The seconds that `simulate_step` finds."""
-    return _Simulation(step_work(layers, prices, training, schedules, is_named=False)).run()
+    """The seconds of `simulate_step`; `between` as in `step_work`."""
+    return _Simulation(step_work(layers, prices, training, schedules, between, is_named=False)).run()
 
 
 def simulate_step(

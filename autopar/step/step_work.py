@@ -244,16 +244,18 @@ def step_work(
     prices: Prices,
     training: TrainingSpec,
     schedules: ScheduleSource | None,
+    between: StepCollectives | None = None,
     *,
     is_named: bool = True,
 ) -> StepWork:
     """The work of a step by the plan's own decisions; `schedules` is needed for stages.
 
+    `between` is `step_collectives` of the same layers, for a caller that has them.
     Without `is_named` items of layers don't say of which layer and value they are, for a caller that asks for seconds
     alone: a search simulates hundreds of steps.
     """
     actions = step_actions(layers.program, layers.decisions, training, schedules)
-    between = step_collectives(layers, training)
+    between = between or step_collectives(layers, training)
     own = layers.find(
         "work", lambda placed: (layer_work(placed, prices, training), optimizer_s(placed, prices, training))
     )

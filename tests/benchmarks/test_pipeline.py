@@ -8,6 +8,7 @@ from autopar.schedules import schedule_names
 from autopar.schedules.action_lists import StageCost, simulate_schedule
 from benchmarks.pipeline import Case, Outcome, run_cases
 from tests.ranks import run_ranks
+from tests.vocabulary.test_schedule import bubble_fraction
 
 UNIT_S = 0.02
 CASES = [Case(schedule, 2, 4, "sleep", is_even) for schedule in schedule_names() for is_even in (True, False)]
@@ -21,7 +22,8 @@ def times_of(case: Case, unit_s: float) -> tuple[StageCost, ...]:
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_the_closed_forms_are_those_of_the_timeline(schedule: str, num_groups: int):
     case = Case(schedule, num_groups, 2 * num_groups, "sleep", is_even=True)
-    assert simulate_schedule(case.actions, times_of(case, 1.0)).bubble_fraction == pytest.approx(case.closed_form)
+    timeline = simulate_schedule(case.actions, times_of(case, 1.0))
+    assert bubble_fraction(timeline) == pytest.approx(case.closed_form)
 
 
 def test_a_schedule_without_actions_says_why():
