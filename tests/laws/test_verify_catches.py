@@ -27,7 +27,7 @@ from autopar.search import SearchRequest, search
 from autopar.step.local_program import local_program
 from autopar.trace import factors, trace
 from tests.models import make, make_plain_gpt
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan, quick_prices
 
 
 def plan_of(name: str, *constraints: str, world: int = 2) -> tuple[torch.nn.Module, dict[str, Tensor], autopar.Plan]:
@@ -40,7 +40,7 @@ def searched(name: str, constraints: tuple[str, ...], world: int) -> autopar.Pla
     """The plan for a model like it."""
     model, inputs = make(name, torch.float32)
     program = trace(model, (), inputs).program
-    return search(program, world, quick_prices(world), SearchRequest(constraints=constraints))
+    return forced_plan(program, world, *constraints)
 
 
 def test_a_good_plan_passes() -> None:
@@ -251,7 +251,7 @@ def plan_of_average() -> tuple[nn.Module, dict[str, Tensor], autopar.Plan]:
     torch.manual_seed(0)
     model, inputs = Averaged(), {"x": torch.randn(8, 8)}
     program = trace(model, (), inputs).program
-    return model, inputs, search(program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    return model, inputs, forced_plan(program, 2, "data=2")
 
 
 def test_evaluation_is_compared() -> None:

@@ -11,11 +11,10 @@ from autopar.errors import ConstraintError
 from autopar.lower.program import recompute
 from autopar.plan import Plan
 from autopar.program import Op, Program
-from autopar.search import SearchRequest, search
 from autopar.step import activation_policies
 from autopar.step.activation_policies import ActivationPolicy, register_activation_policy
 from autopar.trace import trace
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 
 class Wide(nn.Module):
@@ -46,7 +45,7 @@ def _forget_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(program: Program, name: str) -> Plan:
-    plan = search(program, 2, quick_prices(2), SearchRequest(constraints=(f"recompute={name}", "zero=0", "data=2")))
+    plan = forced_plan(program, 2, f"recompute={name}", "zero=0", "data=2")
     assert {strategy.recompute for strategy in plan.strategies} == {name}
     return plan
 

@@ -22,7 +22,7 @@ from autopar.search import SearchRequest, search
 from tests.lower.runs import build
 from tests.lower.test_outputs import traced_model
 from tests.lower.test_whole_matrices import MAKE, Lion, Shampoo, Soap, traced
-from tests.zoo import quick_prices
+from tests.zoo import quick, quick_prices
 
 
 def planned(optimizer: Any, *constraints: str, **training: Any) -> Plan:
@@ -83,7 +83,7 @@ def test_which_parameters_an_optimizer_needs_whole() -> None:
 @pytest.mark.parametrize("constraints", [("data=2",), ("pipeline=2", "microbatches=2")], ids=str)
 def test_what_reading_outputs_takes_is_told(constraints: tuple[str, ...]) -> None:
     model, inputs, result = traced_model("plain_gpt")
-    request = SearchRequest(constraints=constraints, schedules=schedule_actions)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     plan = search(result.program, 2, quick_prices(2), request)
 
     def rank(communicator: Communicator) -> list[Collective]:

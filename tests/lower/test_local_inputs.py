@@ -21,13 +21,12 @@ from autopar.lower.compat import make_mesh, to_torch_placements
 from autopar.plan import Plan
 from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
-from autopar.search import SearchRequest, search
 from autopar.step.data_split import data_split
 from autopar.trace import Traced, trace
 from tests.lower.runs import build, loss_of, train_single
 from tests.models import make
 from tests.random_plans import random_plan
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 Inputs = Mapping[str, Any]
 
@@ -167,7 +166,7 @@ def test_rows_that_the_plan_wants_where_they_are_are_not_gathered(
 ) -> None:
     model, inputs, _ = traced_model("vit")
     traced = trace(model, (), inputs, dtype=dtype)
-    plan = search(traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
+    plan = forced_plan(traced.program, 4, *constraints)
     assert data_split(traced.program, plan.decisions).size == int(constraints[0][-1])
 
     def rank(communicator: Communicator) -> tuple[Tensor, Tensor, list[Any], list[Any]]:

@@ -28,7 +28,7 @@ from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_plan, with_stages
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
-from tests.zoo import assert_parity, plan_for, quick_prices, rehearse, subject
+from tests.zoo import assert_parity, forced_plan, plan_for, rehearse, subject
 
 LINK = HostLink(bytes_per_s=5e10, latency_s=1e-7, memory_bytes=1e12, taken=0.02)
 AWAY = ("recompute=none", "offload=activations")
@@ -172,7 +172,7 @@ def test_the_same_graph_twice() -> None:
     x = torch.randn(4, 8)
     (expected,) = torch.autograd.grad(model(x).sum(), [model[0].weight])
     traced = trace(model, (x,), {})
-    plan = search(traced.program, 1, quick_prices(1), SearchRequest(constraints=AWAY))
+    plan = forced_plan(traced.program, 1, *AWAY)
 
     def twice(parallel: ParallelModule) -> Tensor:
         loss = parallel(x).sum()

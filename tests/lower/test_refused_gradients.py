@@ -12,7 +12,7 @@ from autopar.errors import OutputError, PlanMismatchError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import run_ranks
-from tests.zoo import quick_prices
+from tests.zoo import quick, quick_prices
 
 
 class WithLoss(nn.Module):
@@ -30,7 +30,7 @@ INPUTS = {"x": torch.randn(8, 8), "y": torch.randint(0, 8, (8,))}
 
 def train_on_ranks(model, step, *constraints):
     traced = trace_model(copy.deepcopy(model), INPUTS)
-    request = SearchRequest(constraints=constraints, schedules=schedule_actions)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     run_ranks(model, traced, search(traced.program, 2, quick_prices(2), request), step)
 
 

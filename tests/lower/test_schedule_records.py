@@ -16,7 +16,7 @@ from autopar.schedules.action_lists import count_flights
 from autopar.search import SearchRequest, search
 from autopar.trace import trace
 from tests.models import make_plain_gpt
-from tests.zoo import quick_prices
+from tests.zoo import quick, quick_prices
 
 
 def last_in_first_out(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[str]:
@@ -68,7 +68,7 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def planned(program: Program, *constraints: str) -> Plan:
     demands = ("pipeline=2", "microbatches=4", *constraints)
-    return search(program, 2, quick_prices(2), SearchRequest(constraints=demands, schedules=schedule_actions))
+    return search(program, 2, quick_prices(2), SearchRequest(constraints=quick(demands), schedules=schedule_actions))
 
 
 def test_a_new_schedule_is_one_record(schedule: str) -> None:

@@ -24,12 +24,11 @@ from autopar.lower.run.run_step import release_later
 from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
 from autopar.schedules.action_lists import Action
-from autopar.search import SearchRequest, search
 from autopar.step.actions import StepActions
 from autopar.trace import Traced
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_pipeline, random_plan
-from tests.zoo import keep_double_program, quick_prices, trace_model
+from tests.zoo import forced_plan, keep_double_program, trace_model
 
 
 @pytest.mark.parametrize(
@@ -263,7 +262,7 @@ def test_a_failing_action_is_named(monkeypatch: pytest.MonkeyPatch, action: str)
 
 def test_a_failing_step_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, traced = with_loss(asks=False)
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2", "zero=3")))
+    plan = forced_plan(traced.program, 2, "data=2", "zero=3")
     saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
     right = SavedTensor.__init__
 

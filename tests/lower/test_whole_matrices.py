@@ -19,10 +19,9 @@ from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.parameters.whole_matrices import works_on_slices
-from autopar.search import SearchRequest, search
 from autopar.trace import Traced, trace
 from tests.lower.runs import build
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -193,7 +192,7 @@ def names_of_state(optimizer: Optimizer) -> list[list[str]]:
 
 def by_rank(constraints: tuple[str, ...], run: Callable[[Any, Tensor], Any]) -> list[Any]:
     model, x, result = traced()
-    plan = search(result.program, 2, quick_prices(2), SearchRequest(constraints=constraints))
+    plan = forced_plan(result.program, 2, *constraints)
 
     def rank(communicator: Communicator) -> Any:
         return run(build(model, result, plan, communicator), x)
@@ -354,7 +353,7 @@ def test_eight_bits(package: str, constraints: tuple[str, ...]) -> None:
 
     alone = Loss()
     result = trace(copy.deepcopy(alone), (), {"x": x})
-    plan = search(result.program, 2, quick_prices(2), SearchRequest(constraints=constraints))
+    plan = forced_plan(result.program, 2, *constraints)
     start = copy.deepcopy(alone)
     train(alone, x, lambda params: kind(params, lr=1e-2))
 

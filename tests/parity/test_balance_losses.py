@@ -24,7 +24,7 @@ from autopar.verify.rehearsal import join_runs, loss_of, run_ranks, run_single, 
 from tests.models import make_mixtral
 from tests.parity.test_experts import NUM_EXPERTS, Scored, make
 from tests.parity.test_routers import Biased
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, quick, quick_prices, trained_alone
 
 ALLOWED = "batch_statistic: per_microbatch"
 
@@ -112,7 +112,7 @@ def subject(name: str) -> Subject:
 
 def planned(who: Subject, world: int, *constraints: str) -> tuple[Subject, Plan]:
     """The plan that is found of what runs in microbatches, and that."""
-    request = SearchRequest(constraints=constraints, schedules=schedule_actions)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     program = splittable(who.traced.program, request, world)
     plan = search(program, world, quick_prices(world), request)
     assert as_decided(who.traced.program, plan.decisions) == program
@@ -131,7 +131,7 @@ def planned(who: Subject, world: int, *constraints: str) -> tuple[Subject, Plan]
         ("moved", 2, ("microbatches=2", "expert=2")),
         ("qwen", 2, ("microbatches=4", "pipeline=2", "schedule=gpipe")),
         ("qwen", 4, ("microbatches=2", "pipeline=2", "stages=4", "schedule=looped_bfs", "expert=2")),
-        ("masked", 2, ("microbatches=4", "pipeline=2")),
+        pytest.param("masked", 2, ("microbatches=4", "pipeline=2"), marks=pytest.mark.slow),
         pytest.param("qwen", 4, ("microbatches=4", "pipeline=2", "data=2", "zero=3"), marks=pytest.mark.slow),
         pytest.param("masked", 2, ("microbatches=2", "data=2", "logits=16"), marks=pytest.mark.slow),
     ],
@@ -183,7 +183,7 @@ class Mean(nn.Module):
     ("name", "world", "constraints"),
     [
         ("scored", 2, ("microbatches=4", "data=2")),
-        ("qwen", 2, ("microbatches=4", "pipeline=2", "schedule=1f1b")),
+        pytest.param("qwen", 2, ("microbatches=4", "pipeline=2", "schedule=1f1b"), marks=pytest.mark.slow),
         pytest.param("qwen", 4, ("microbatches=4", "pipeline=2", "schedule=interleaved_1f1b"), marks=pytest.mark.slow),
     ],
 )

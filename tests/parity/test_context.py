@@ -41,7 +41,7 @@ CASES = {
     "t5": ((4, ("context=4",)), (4, ("context=2", "sequence=2"))),
     "plain_gpt": ((4, ("context=4",)),),
 }
-FAST = {("llama", 2), ("bert", 2)}
+FAST = {("llama", 2)}
 
 
 def cases() -> list:
@@ -160,14 +160,12 @@ def without(program: Program, kernel: str) -> Program:
 
 def test_a_degree_that_divides_no_tokens_is_refused():
     """And the length that the message names is a way out, with the same loss."""
-    for length, degree, padded in ((17, 2, 20), (20, 4, 24)):
-        model, inputs = make_llama(batch=2, layers=1, length=length)
-        program = trace(model.double().train(), (), inputs).program
-        message = (
-            f"context={degree}': rows of {length} tokens do not divide over {degree} .* Pad rows to {padded} tokens"
-        )
-        with pytest.raises(ConstraintError, match=message):
-            forced_plan(program, 4, f"context={degree}")
+    length, degree, padded = 20, 4, 24
+    model, inputs = make_llama(batch=2, layers=1, length=length)
+    program = trace(model.double().train(), (), inputs).program
+    message = f"context={degree}': rows of {length} tokens do not divide over {degree} .* Pad rows to {padded} tokens"
+    with pytest.raises(ConstraintError, match=message):
+        forced_plan(program, 4, f"context={degree}")
     ids = torch.nn.functional.pad(inputs["input_ids"], (0, padded - length))
     labels = torch.nn.functional.pad(inputs["labels"], (0, padded - length), value=-100)
     torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, model(**inputs).loss, rtol=1e-12, atol=0)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.search import SearchRequest, search
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 
 class Recognizer(nn.Module):
@@ -61,6 +60,5 @@ def test_it_trains_as_on_one_device(targets: str, reduction: str) -> None:
     assert [{option.factor for option in op.options} >= {"b"} for op in losses] == [targets != "flat"]
     for constraint in ("data=2", "microbatches=2"):
         if constraint == "data=2" or targets != "flat":
-            request = SearchRequest(constraints=(constraint,))
-            assert_parity(who, search(who.traced.program, 2, quick_prices(2), request))
+            assert_parity(who, forced_plan(who.traced.program, 2, constraint))
     assert_parity(who, random_plan(who.traced.program, 4, seed=1))

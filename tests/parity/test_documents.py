@@ -27,7 +27,7 @@ from autopar.verify import compare, verify
 from autopar.verify.rehearsal import join_runs, run_ranks, run_single, train
 from tests.models import tokens
 from tests.random_plans import random_plan
-from tests.zoo import STEPS, Subject, assert_parity, quick_prices, trained_alone
+from tests.zoo import STEPS, Subject, assert_parity, forced_plan, quick, quick_prices, trained_alone
 
 TOKENS = 24
 LENGTHS = {
@@ -77,7 +77,9 @@ def attentions(program: Any) -> list[Op]:
 
 
 def searched(who: Subject, world_size: int, *constraints: str, stages: bool = False) -> Plan:
-    request = SearchRequest(constraints=constraints, schedules=schedule_actions if stages else None)
+    if not stages:
+        return forced_plan(who.traced.program, world_size, *constraints)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     return search(who.traced.program, world_size, quick_prices(world_size), request)
 
 

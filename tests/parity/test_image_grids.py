@@ -21,12 +21,11 @@ import autopar
 from autopar.errors import MeshError, TraceError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.lower.runs import build, loss_of
 from tests.models import skip_before_transformers_5
 from tests.ranks import run_ranks
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 TOKENS, IMAGE, START = 20, 60, 62
 Grids = list[tuple[int, int, int]]
@@ -113,7 +112,7 @@ def test_images_of_several_sizes_train_as_on_one_device(kind: str, world: int, a
     model = small(kind)
     traced = keep_double_program(autopar.api.trace_model(model, BATCHES[0]))
     assert [*traced.read_values] == ["image_grid_thw"]
-    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
+    plan = forced_plan(traced.program, world, *asked.split())
     planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)
     alone = [run_single(model, batch, 1, in_double=True) for batch in BATCHES]
 

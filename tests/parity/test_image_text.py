@@ -19,14 +19,13 @@ import autopar
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
 from tests.data.test_balanced import ROW
 from tests.lower.runs import build, loss_of
 from tests.models import skip_before_transformers_5
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 TOKENS, IMAGE, PLACES = 12, 31, 4  # of a row, the id of a place in an image, and how many places an image has
 
@@ -59,7 +58,7 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model, example = small_llava(), batch_of([1, 2])
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=tuple(asked.split())))
+    plan = forced_plan(traced.program, 2, *asked.split())
     others = [batch_of([2, 0]), batch_of([1, 1])]
     planner = planner_for(model, traced, plan, others, keep_double_program, training=True)
     alone = [run_single(model, batch, 1, in_double=True) for batch in (example, *others)]

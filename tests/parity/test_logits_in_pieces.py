@@ -22,7 +22,7 @@ from autopar.search import SearchRequest, search
 from autopar.step.logits import PIECE_TOKENS
 from autopar.step.plan_check import check_fit
 from autopar.verify.rehearsal import run_ranks
-from tests.zoo import Subject, assert_parity, quick_prices, subject
+from tests.zoo import Subject, assert_parity, quick, quick_prices, subject
 
 TOKENS = 5
 """No length of a batch, a sequence or a part of them is a multiple of it."""
@@ -48,7 +48,7 @@ def pieces_of(name: str) -> Subject:
 
 @cache
 def plan_in_pieces(name: str, world: int, constraints: tuple[str, ...]) -> Plan:
-    request = SearchRequest(constraints=constraints, schedules=schedule_actions)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     return search(pieces_of(name).traced.program, world, quick_prices(world), request)
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.search import SearchRequest, search
-from tests.zoo import Subject, assert_parity, quick_prices, rehearse, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, rehearse, trained_alone
 
 
 class Recurrence(nn.Module):
@@ -40,8 +39,7 @@ def subject(model: type[Recurrence]) -> Subject:
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_slices_of_the_sequence_pass_on_their_totals(num_devices: int, model: type[Recurrence]) -> None:
     who = subject(model)
-    request = SearchRequest(constraints=(f"context={num_devices}",))
-    plan = search(who.traced.program, num_devices, quick_prices(num_devices), request)
+    plan = forced_plan(who.traced.program, num_devices, f"context={num_devices}")
     factors = {
         factor
         for each in plan.layers

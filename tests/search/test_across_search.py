@@ -110,10 +110,10 @@ def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPa
     solved: list[int] = []
     original = layer_work.LayerProblem
     monkeypatch.setattr(layer_work, "LayerProblem", lambda *a, **k: solved.append(1) or original(*a, **k))
-    run.__wrapped__(small_model(2), max_microbatches=1)
+    run.__wrapped__(small_model(2), "recompute=none", max_microbatches=1)
     few = len(solved)
     solved.clear()
-    plan = run.__wrapped__(small_model(12), max_microbatches=1)
+    plan = run.__wrapped__(small_model(12), "recompute=none", max_microbatches=1)
     assert len(solved) == few
     assert len(plan.layers) == 14
 
@@ -131,20 +131,20 @@ def test_tied_parameters_have_one_storage_counted_once() -> None:
 
 @pytest.mark.parametrize("wanted", ["data=4", "sequence=4", "tensor=2"])
 def test_a_forced_degree_is_what_the_decoder_layers_do(wanted: str) -> None:
-    plan = run(small_model(), wanted, max_microbatches=1)
+    plan = run(small_model(), wanted, "recompute=none", max_microbatches=1)
     name, degree = wanted.split("=")
     strategy = plan.strategies[plan.layers[1].strategy]
     assert degrees(strategy.labels, strategy.mesh)[name] == int(degree)
 
 
 def test_degrees_combine() -> None:
-    plan = run(small_model(), "data=2", "tensor=2", max_microbatches=1)
+    plan = run(small_model(), "data=2", "tensor=2", "recompute=none", max_microbatches=1)
     strategy = plan.strategies[plan.layers[1].strategy]
     assert degrees(strategy.labels, strategy.mesh) == {"data": 2, "tensor": 2, "sequence": 1, "context": 1, "expert": 1}
 
 
 def test_a_degree_that_a_layer_cannot_use_is_noted() -> None:
-    plan = run(small_model(), "sequence=4", max_microbatches=1)
+    plan = run(small_model(), "sequence=4", "recompute=none", max_microbatches=1)
     given_up = [note for note in plan.notes if "can't use" in note]
     kept = all(
         degrees(plan.strategies[layer.strategy].labels, plan.strategies[layer.strategy].mesh)["sequence"] == 4
@@ -192,7 +192,7 @@ def test_settings_hold_where_they_are_asked_for() -> None:
 
 def test_replicate_leaves_parameters_whole() -> None:
     program = small_model()
-    plan = run(program, "head: replicate", "zero=3", max_microbatches=1)
+    plan = run(program, "head: replicate", "zero=3", "recompute=none", max_microbatches=1)
     strategy = plan.strategies[plan.layers[-1].strategy]
     assert all(not placement.is_shard for layout in strategy.storage for placement in layout)
 
@@ -209,7 +209,7 @@ def test_one_device_gets_a_plan() -> None:
 
 
 def test_the_table_of_a_plan_shows_what_each_axis_does() -> None:
-    plan = run(small_model(), "data=2", "tensor=2", max_microbatches=1)
+    plan = run(small_model(), "data=2", "tensor=2", "recompute=none", max_microbatches=1)
     text = str(replace(plan, notes=("something to know",)))
     # The first line is one line, however long.
     assert all(len(line) <= 80 and line.isascii() for line in text.splitlines()[1:])

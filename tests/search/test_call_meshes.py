@@ -15,6 +15,11 @@ from tests.search.inner_programs import TablePrices
 PRICES = TablePrices(devices_per_node=2)
 
 
+def request(*constraints: str) -> SearchRequest:
+    """Nothing here depends on microbatches."""
+    return SearchRequest(constraints=constraints, max_microbatches=1)
+
+
 @cache
 def decoder(rows: int) -> Program:
     return decoder_model(2, rows, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
@@ -22,11 +27,11 @@ def decoder(rows: int) -> Program:
 
 @cache
 def trained(*constraints: str) -> Plan:
-    return search(decoder(8), 8, PRICES, SearchRequest(constraints=constraints))
+    return search(decoder(8), 8, PRICES, request(*constraints))
 
 
 def planned(rows: int, *constraints: str, by: Plan) -> Plan:
-    return plan_like(decoder(rows), decoder(8), by, PRICES, SearchRequest(constraints=constraints))
+    return plan_like(decoder(rows), decoder(8), by, PRICES, request(*constraints))
 
 
 def meshes(plan: Plan) -> set[tuple[int, ...]]:
@@ -49,6 +54,4 @@ def test_what_is_demanded_is_not_replaced() -> None:
 
 
 def test_rows_that_divide_are_searched_for_on_all_meshes() -> None:
-    assert planned(8, by=trained("mesh=8", "data=8")).decisions == search(
-        decoder(8), 8, PRICES, SearchRequest()
-    ).decisions  # fmt: skip
+    assert planned(8, by=trained("mesh=8", "data=8")).decisions == trained().decisions

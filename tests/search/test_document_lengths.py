@@ -93,10 +93,12 @@ def test_a_plan_says_what_it_assumes(tmp_path: Path):
     model, inputs = make("llama", 4)
     packed = {**inputs, "position_ids": positions(([12, 12], [24]), 4)}
     cluster = Cluster.of("h100", devices_per_node=2)
-    said = [plan(model, cluster, packed, compile=False, documents=each) for each in (None, 4)]
+    texts = ("data=2", "recompute=none", "microbatches=1")
+    said = [plan(model, cluster, packed, compile=False, documents=each, constraints=texts) for each in (None, 4)]
     assert "example inputs: 1.5 a row, the longest of 24 tokens" in " ".join(str(said[0]).split())
     assert "documents of 4 tokens each" in " ".join(str(said[1]).split())
-    assert "so their lengths change nothing" in " ".join(str(plan(model, cluster, inputs, documents=4)).split())
+    unpacked = plan(model, cluster, inputs, compile=False, documents=4, constraints=texts)
+    assert "so their lengths change nothing" in " ".join(str(unpacked).split())
     question = change(Question(cluster, batch=4, sequence=24), "documents=6")
     (tmp_path / "config.json").write_text(json.dumps({**model.config.to_dict(), "model_type": "llama"}))
     program = Planner(str(tmp_path / "config.json")).program(question)

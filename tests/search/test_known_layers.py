@@ -134,16 +134,16 @@ def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_fi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = SearchRequest(schedules=schedule_actions)
-    search(program(), 4, prices(), replace(first, constraints=("pipeline=2",)))
+    search(program(), 2, prices(), replace(first, constraints=("pipeline=2",)))
     assert first.known.numbers != (0, 0)
     known = first.known.for_other_constraints()
     assert known.numbers == (0, 0)
-    search(program(), 4, prices(), replace(first, known=known))
+    search(program(), 2, prices(), replace(first, known=known))
     made = count_made(monkeypatch)
     again = replace(first, constraints=("pipeline=1",), known=known.for_other_constraints())
-    shared = search(program(), 4, prices(), again)
+    shared = search(program(), 2, prices(), again)
     assert not made
-    alone = search(program(), 4, prices(), SearchRequest(schedules=schedule_actions, constraints=("pipeline=1",)))
+    alone = search(program(), 2, prices(), SearchRequest(schedules=schedule_actions, constraints=("pipeline=1",)))
     assert made
     assert shared.decisions == alone.decisions
 
@@ -157,7 +157,7 @@ def test_other_demands_on_activations_and_storage_share_problems_and_costs(monke
 
     def planned(known: KnownLayers, *constraints: str) -> Plan:
         asked = SearchRequest(schedules=schedule_actions, constraints=("pipeline=1", *constraints), known=known)
-        return search(program(), 4, prices(), asked)
+        return search(program(), 2, prices(), asked)
 
     known = KnownLayers()
     planned(known)

@@ -19,7 +19,6 @@ from tests.search.inner_programs import TablePrices
 PROGRAM = decoder_model(3, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
 PRICES = TablePrices(devices_per_node=2, host_link=HostLink(1e10, memory_bytes=1e12))
 CASES = [
-    (),
     ("zero=2", "microbatches=2"),
     ("zero=3", "recompute=full"),
     ("offload=activations", "pipeline=2", "schedule=gpipe"),
@@ -48,7 +47,7 @@ def simulated_s(decisions: Decisions) -> float:
     return StepPricing(PROGRAM, decisions, PRICES, TrainingSpec(), schedule_actions).step_s
 
 
-@pytest.mark.parametrize("constraints", CASES, ids=str)
+@pytest.mark.parametrize("constraints", [pytest.param((), marks=pytest.mark.slow), *CASES], ids=str)
 def test_no_step_takes_less_than_the_least(monkeypatch: pytest.MonkeyPatch, constraints: tuple[str, ...]) -> None:
     searched, results = looked_at(monkeypatch, constraints)
     pairs = [

@@ -12,13 +12,12 @@ from autopar.errors import InputShapeError, TraceError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import check_read_values
-from autopar.search import SearchRequest, search
 from autopar.trace import trace
 from autopar.trace.signature import MOST_READ
 from autopar.verify.rehearsal import planner_for
 from tests.lower.runs import build, loss_of
 from tests.trace.interpreter import interpret
-from tests.zoo import quick_prices
+from tests.zoo import forced_plan
 
 SIZES = torch.tensor([2, 4, 2])
 
@@ -139,7 +138,7 @@ def test_local_inputs_are_refused() -> None:
 def on_two_ranks(act: Any) -> list[Any]:
     model = Pieces()
     traced = trace(model, (), inputs_of(SIZES), training=True)
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    plan = forced_plan(traced.program, 2, "data=2")
     others = [inputs_of(torch.tensor([4, 2, 2]))]
     planner = planner_for(model, traced, plan, others, lambda made: made, training=True)
     return simulate(2, lambda talk: act(build(model, traced, plan, talk, planner=planner), model, talk))
