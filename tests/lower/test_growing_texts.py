@@ -52,6 +52,7 @@ def nanogpt(block_size: int) -> tuple[nn.Module, Traced, Any]:
     return model, traced, forced_plan(traced.program, 2, "data=2")
 
 
+@pytest.mark.slow
 def test_nanogpt_samples_by_one_plan() -> None:
     """It gives the logits of the last token only."""
     torch.manual_seed(1)
@@ -91,6 +92,7 @@ def texts(rows: int, length: int, *, has_mask: bool = False) -> dict[str, Tensor
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if has_mask else {"input_ids": ids}
 
 
+@pytest.mark.slow
 def test_places_that_see_all_others_are_not_padded() -> None:
     who = subject("bert")
     found = forms(who.model, who.traced, plan_for("bert", 2, ("data=2",)), [texts(2, n) for n in (5, 6)])

@@ -53,5 +53,6 @@ def test_what_is_demanded_is_not_replaced() -> None:
     assert meshes(planned(4, "mesh=2x4", by=trained("mesh=8", "data=8"))) == {(2, 4)}
 
 
+@pytest.mark.slow
 def test_rows_that_divide_are_searched_for_on_all_meshes() -> None:
     assert planned(8, by=trained("mesh=8", "data=8")).decisions == trained().decisions
