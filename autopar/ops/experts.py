@@ -358,7 +358,7 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
     copies, rows = call.copies, call.ids.shape[0]
     collectives = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
-        KernelCollective("all_to_all", "forward", 0, dtype="int64", reached=copies),
+        KernelCollective("all_to_all", "forward", 0, dtype="int64", reached=copies, beside=1),
     ]
     result = call.body.types[call.body.result].dtype
     for phase in ("forward", "backward"):
@@ -371,18 +371,22 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
                 count=1 if kind.shape[0] == call.num_tokens else rows // kind.shape[0],
                 reached=copies,
                 is_of_gradient=phase == "backward",
+                beside=1,
             )
             for index, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating
         ]
-        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, reached=copies))
+        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, reached=copies, beside=2))
     return tuple(collectives)
 
 
 FAMILIES = (
     OpFamily(
         {EXPERTS: _rule},
-        kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_dispatch_collectives)},
+        kernels={
+            "masked_experts": Kernel(),
+            "dispatched_experts": Kernel(_dispatch_collectives, parts="parts_of_dispatch"),
+        },
         is_cheap=False,
         runs_apart=True,  # the host determines how long slices of what is sent are
         count_work=_work,

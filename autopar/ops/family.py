@@ -46,6 +46,8 @@ class Kernel:
             it receives the next one (by those of its collectives that are `is_ring`).
         is_on_one_axis: it runs on one axis only.
         is_in_space: it splits images in space; where it does not run, its op may be cheap to run again.
+        parts: the name of a generator function that runs it in three parts; in the pauses between these other ops run
+            while those of its collectives that are `beside` that pause are under way.  "": it runs at once.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
@@ -56,6 +58,7 @@ class Kernel:
     traveling: tuple[int, ...] = ()
     is_on_one_axis: bool = False
     is_in_space: bool = False
+    parts: str = ""
 
 
 @dataclass(frozen=True)

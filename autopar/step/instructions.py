@@ -14,7 +14,7 @@ from autopar.program import Op, TensorType, Value
 from autopar.step.op_states import OpState
 
 __all__ = [
-    "InPieces", "Instruction", "KeepInFirst", "LocalProgram", "LocalValue", "Reshard", "RunOp", "Single",
+    "InParts", "InPieces", "Instruction", "KeepInFirst", "LocalProgram", "LocalValue", "Reshard", "RunOp", "Single",
     "TakeMicrobatch",
 ]  # fmt: skip
 
@@ -116,7 +116,27 @@ class InPieces:
 
 
 Single = TakeMicrobatch | KeepInFirst | Reshard | RunOp
-Instruction = Single | InPieces
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """Run an op whose kernel runs in three parts (`autopar.ops.family.Kernel.parts`), with others between them.
+
+    Args:
+        run: the op.
+        pauses: what runs between the first and the second part, and between the second and the third.
+    """
+
+    run: RunOp
+    pauses: tuple[tuple[Single, ...], tuple[Single, ...]]
+
+    @property
+    def singles(self) -> tuple[Single, ...]:
+        """All of them, in order, as they would run if the kernel ran at once in its second part."""
+        return (*self.pauses[0], self.run, *self.pauses[1])
+
+
+Instruction = Single | InPieces | InParts
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,7 @@ class LocalProgram:
     def singles(self) -> Iterator[Single]:
         """The instructions, with what runs in pieces one by one."""
         for each in self.instructions:
-            if isinstance(each, InPieces):
+            if isinstance(each, InPieces | InParts):
                 yield from each.singles
             else:
                 yield each

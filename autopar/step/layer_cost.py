@@ -23,7 +23,8 @@ from autopar.placement import Links
 from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy, rerun_ops
-from autopar.step.instructions import InPieces, Reshard, RunOp
+from autopar.step.instructions import InParts, InPieces, LocalProgram, Reshard, RunOp, Single
+from autopar.step.kernel_parts import hidden_in_pauses_s
 from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
@@ -88,40 +89,83 @@ def running_collectives(
     With `prices` they say how many of their seconds overlap with compute.
     """
     reruns = is_layer_rerun(placed.recompute, training) if reruns is None else reruns
-    count = placed.view.num_microbatches
     local = local_program(placed)
     for each in local.instructions:
         if isinstance(each, InPieces):
-            hidden = {} if prices is None else hidden_s(local, each, placed, prices, training)
-            whole = list(
-                _reshard_collectives(placed, each.move, local.values[each.move.target].value, training, reruns=reruns)
-            )
-            for run in whole:
-                overlapped_s = hidden.get("backward" if run.phase == "backward" else "forward", 0.0) / each.count
-                yield from (replace(run, num_bytes=run.num_bytes / each.count, hidden_s=overlapped_s),) * each.count
-        elif isinstance(each, Reshard):
-            yield from _reshard_collectives(placed, each, local.values[each.target].value, training, reruns=reruns)
-        elif isinstance(each, RunOp):
-            for call, overlapped_s in _kernel_calls(placed, each, prices, training):
-                run = replace(priced(call, each.op.name, count, "kernel", each.index + 1), hidden_s=overlapped_s)
-                if call.phase == "forward" or training.is_training:
-                    yield run
-                if call.phase == "forward" and reruns:
-                    yield replace(run, phase="recompute")
+            yield from _in_pieces(placed, local, each, training, prices, reruns=reruns)
+            continue
+        pauses = each.pauses if isinstance(each, InParts) else ()
+        for single in each.singles if isinstance(each, InParts) else (each,):
+            if isinstance(single, Reshard):
+                value = local.values[single.target].value
+                yield from _reshard_collectives(placed, single, value, training, reruns=reruns)
+            elif isinstance(single, RunOp):
+                own = pauses if isinstance(each, InParts) and single is each.run else ()
+                yield from _kernel_collectives(placed, single, own, training, prices, reruns=reruns)
+
+
+def _in_pieces(
+    placed: PlacedLayer,
+    local: LocalProgram,
+    each: InPieces,
+    training: TrainingSpec,
+    prices: Prices | None,
+    *,
+    reruns: bool,
+) -> Iterator[PricedCollective]:
+    hidden = {} if prices is None else hidden_s(local, each, placed, prices, training)
+    value = local.values[each.move.target].value
+    for run in _reshard_collectives(placed, each.move, value, training, reruns=reruns):
+        overlapped_s = hidden.get("backward" if run.phase == "backward" else "forward", 0.0) / each.count
+        yield from (replace(run, num_bytes=run.num_bytes / each.count, hidden_s=overlapped_s),) * each.count
+
+
+def _kernel_collectives(
+    placed: PlacedLayer,
+    each: RunOp,
+    pauses: Sequence[Sequence[Single]],
+    training: TrainingSpec,
+    prices: Prices | None,
+    *,
+    reruns: bool,
+) -> Iterator[PricedCollective]:
+    """Those of an op's kernel, if it has one; `pauses` are what else runs between its parts."""
+    count = placed.view.num_microbatches
+    for call, overlapped_s in _kernel_calls(placed, each, pauses, prices, training):
+        run = replace(priced(call, each.op.name, count, "kernel", each.index + 1), hidden_s=overlapped_s)
+        if call.phase == "forward" or training.is_training:
+            yield run
+        if call.phase == "forward" and reruns:
+            yield replace(run, phase="recompute")
 
 
 def _kernel_calls(
-    placed: PlacedLayer, run: RunOp, prices: Prices | None, training: TrainingSpec
+    placed: PlacedLayer, run: RunOp, pauses: Sequence[Sequence[Single]], prices: Prices | None, training: TrainingSpec
 ) -> Iterable[tuple[CollectiveCall, float]]:
-    """The collectives of an op's kernel, with the seconds of each that overlap with the kernel's compute."""
+    """The collectives of an op's kernel, with the seconds of each that overlap with compute."""
     calls = tuple(kernel_calls(run.state, placed.mesh))
     hidden_s = [0.0] * len(calls)
-    if prices is not None and any(call.overlap_parts for call, _ in calls):
+    if prices is not None and pauses:
+        hidden_s = hidden_in_pauses_s(calls, _pauses_s(placed, pauses, prices, training), prices)
+    elif prices is not None and any(call.overlap_parts for call, _ in calls):
         differentiable = is_differentiable(placed.program, run.op, training)
         time = prices.op_s(run.op, run.state.work_types, run.state.result_types, differentiable)
         hidden_s = kernel_hidden_s(calls, {"forward": time.forward_s, "backward": time.backward_s}, prices)
     for (call, times), overlapped_s in zip(calls, hidden_s, strict=True):
         yield from ((call, overlapped_s),) * times
+
+
+def _pauses_s(
+    placed: PlacedLayer, pauses: Sequence[Sequence[Single]], prices: Prices, training: TrainingSpec
+) -> dict[tuple[str, int], float]:
+    """Seconds that the ops of each pause compute, by phase and number of the pause, from 1."""
+    times = op_seconds(placed, prices, training)
+    seconds: dict[tuple[str, int], float] = {}
+    for number, pause in enumerate(pauses, 1):
+        ops = [times[each.index] for each in pause if isinstance(each, RunOp)]
+        seconds["forward", number] = sum(time.forward_s for time in ops)
+        seconds["backward", number] = sum(time.backward_s for time in ops)
+    return seconds
 
 
 def _reshard_collectives(

@@ -21,6 +21,7 @@ from autopar.ops import family_of
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, local_shape, reshard
 from autopar.program import Op, TensorType, Value
 from autopar.step.instructions import KeepInFirst, LocalProgram, LocalValue, Reshard, RunOp, Single, TakeMicrobatch
+from autopar.step.kernel_parts import in_parts
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.pieces import in_pieces
 from autopar.step.value_flows import option_of
@@ -60,7 +61,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     whole = LocalProgram(
         tuple(builder.values), tuple(inputs), tuple(state), tuple(builder.instructions), tuple(outputs)
     )  # fmt: skip
-    return in_pieces(whole, local.layer.name, local.pieces, local.recompute)
+    return in_parts(in_pieces(whole, local.layer.name, local.pieces, local.recompute))
 
 
 def _read_time(local: PlacedLayer, name: str) -> Placement:

@@ -210,6 +210,8 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
         return
     types = state.operand_types + state.result_types
     together = math.prod(size for option, size in zip(state.options, mesh, strict=True) if option.kernel)
+    outermost = next((axis for option, axis in zip(state.options, mesh_axes(mesh), strict=True)
+                      if option.kernel and axis.size > 1), None)  # fmt: skip
     rounds = reached = 1
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
         reached *= axis.size if option.kernel else 1
@@ -223,7 +225,10 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             times = rounds * (axis.size - 1) if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
-                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, overlap_parts)
+                    beside = collective.beside if axis == outermost else 0
+                    call = CollectiveCall(
+                        collective.kind, collective.phase, axis, size * element_bytes, overlap_parts, beside
+                    )
                     yield call, pieces * times
                     if collective.returns:
                         yield call._replace(overlap_parts=0), pieces * rounds

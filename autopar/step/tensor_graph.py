@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
+from autopar.ops.family import Buffers
 from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
 from autopar.program import Op, TensorType
-from autopar.step.instructions import InPieces, Reshard, RunOp
+from autopar.step.instructions import InParts, InPieces, Reshard, RunOp, Single
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
 from autopar.step.value_flows import Flow
@@ -162,22 +163,28 @@ class _TensorGraphBuilder:
             target = GradientTarget(key, tensor.num_bytes, True, tensor.num_elements)
             self.located[index] = _Located(key, target, in_order(tensor.shape))
         for each in local.instructions:
-            if isinstance(each, RunOp):
-                self._add_op(each)
-            elif isinstance(each, Reshard):
-                self._add_move(each)
-            elif isinstance(each, InPieces):
+            if isinstance(each, InPieces):
                 self._add_in_pieces(each)
-            else:  # a view, or a term, whose zeros are no larger
-                self.piece += 1
-                order = in_order(local.values[each.target].type.shape)
-                self.located[each.target] = self.located[each.source]._replace(order=order)
+            elif isinstance(each, InParts):
+                self._add_in_parts(each)
+            else:
+                self._add_single(each)
         inputs: dict[str, TensorKey] = {name: (name, "source", -1) for name in placed.layer.inputs}
         outputs = [
             OutputNode(*self.located[index][:2], _gets_gradient(placed, placed.flows[name]))
             for index, name in zip(local.outputs, placed.layer.outputs, strict=True)
         ]
         return TensorGraph(self.sizes, tuple(self.nodes), inputs, tuple(outputs))
+
+    def _add_single(self, each: Single) -> None:
+        if isinstance(each, RunOp):
+            self._add_op(each)
+        elif isinstance(each, Reshard):
+            self._add_move(each)
+        else:  # a view, or a term, whose zeros are no larger
+            self.piece += 1
+            order = in_order(self.local.values[each.target].type.shape)
+            self.located[each.target] = self.located[each.source]._replace(order=order)
 
     def _add_input(self, index: int) -> None:
         """A microbatch's share of an input.  What the caller keeps whole is not counted."""
@@ -197,7 +204,7 @@ class _TensorGraphBuilder:
         operands = [self.located[index] for index in run.operands]
         trains = [placed.flows[name].value.requires_grad for name in op.operands]
         family, has_kernel = family_of(op.target), state.has_kernel
-        buffers = family.buffers(op, state.operand_types, state.result_types, trains, has_kernel)
+        buffers = self._buffers(run)
         makes = self._add_results(run, operands)
         results = [self.located[index] for index in run.results]
         trained = [placed.flows[name].value.requires_grad for name in op.results]
@@ -229,6 +236,30 @@ class _TensorGraphBuilder:
             )
         )
         self.piece += is_apart
+
+    def _buffers(self, run: RunOp) -> Buffers:
+        trains = [self.placed.flows[name].value.requires_grad for name in run.op.operands]
+        state = run.state
+        return family_of(run.op.target).buffers(
+            run.op, state.operand_types, state.result_types, trains, state.has_kernel
+        )
+
+    def _add_in_parts(self, each: InParts) -> None:
+        """The op in its second part; what runs between its parts does so while its buffers travel."""
+        before, behind = each.pauses
+        buffers = self._buffers(each.run)
+        for singles in (before, (each.run,), behind):
+            begin = len(self.nodes)
+            self.piece += 1  # a compiler leaves the parts out
+            for single in singles:
+                self._add_single(single)
+            for number in range(begin, len(self.nodes)) if singles != (each.run,) else ():
+                node = self.nodes[number]
+                self.nodes[number] = node._replace(
+                    forward_extra=node.forward_extra + buffers.forward,
+                    backward_extra=node.backward_extra + buffers.backward,
+                )
+        self.piece += 1
 
     def _add_in_pieces(self, each: InPieces) -> None:
         """The move and the products, with the buffers of pieces in place of those of what is whole.

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
@@ -16,11 +17,18 @@ from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from tests.zoo import STEPS, Subject, assert_parity, rehearse, trained_alone
+from autopar.step.instructions import InParts, RunOp
+from autopar.step.layer_cost import running_collectives
+from autopar.step.local_layer import place
+from autopar.step.local_program import derive
+from autopar.step.op_seconds import op_seconds
+from autopar.step.prices import run_s
+from autopar.step.training import TrainingSpec
+from tests.zoo import STEPS, Subject, assert_parity, quick_prices, rehearse, trained_alone
 
 pytest.importorskip("transformers.integrations.moe")
 
-from tests.parity.test_experts import NUM_EXPERTS, Routed, routed, subject
+from tests.parity.test_experts import NUM_EXPERTS, Routed, routed, routing, subject
 
 
 def on_nodes(program: Program, num_nodes: int, per_node: int, degree: int = 0) -> Plan:
@@ -107,3 +115,82 @@ def test_tokens_with_all_experts_on_one_node_cross_the_network_once():
 def one_node_each() -> dict[str, torch.Tensor]:
     ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]] * 4)
     return {"x": torch.randn(16, 8).double(), "ids": ids, "weights": torch.rand(16, 2).double()}
+
+
+class Shared(Routed):
+    """With an expert that all tokens share, computed in front of the others or behind them."""
+
+    def __init__(self, *, in_front: bool) -> None:
+        super().__init__()
+        self.in_front = in_front
+        self.shared = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        hidden = self.mix(x)
+        of_all = self.shared(hidden) if self.in_front else None
+        routed = self.experts(hidden, ids.reshape(-1), weights)
+        of_all = self.shared(hidden) if of_all is None else of_all
+        return (hidden + routed + of_all).square().mean()
+
+
+@cache
+def with_shared(*, in_front: bool) -> Subject:
+    torch.manual_seed(0)
+    ids = routing("skewed").repeat(64, 1)  # so many that a device does not compute those of all
+    inputs = {"x": torch.randn(len(ids), 8).double(), "ids": ids, "weights": torch.rand(ids.shape).double()}
+    return trained_alone(Shared(in_front=in_front).double(), inputs)
+
+
+def pauses_of(program: Program, plan: Plan) -> list[list[list[str]]]:
+    """Targets of the ops in the pauses of each kernel that runs in parts."""
+    found: list[list[list[str]]] = []
+    for planned in plan.layers:
+        layer = program.kinds[planned.kind]
+        local = derive(place(program, layer, plan.strategies[planned.strategy], plan.num_microbatches))
+        for each in local.instructions:
+            if isinstance(each, InParts):
+                found.append([[x.op.target.split(".")[1] for x in p if isinstance(x, RunOp)] for p in each.pauses])
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize("in_front", [False, True])
+def test_shared_experts_compute_while_tokens_travel(nodes: int, per_node: int, in_front: bool):
+    who = with_shared(in_front=in_front)
+    program = who.traced.program
+    plan = on_nodes(program, nodes, per_node)
+    assert pauses_of(program, plan) == [[["linear"], ["gelu", "linear"]]]
+    assert_parity(who, plan, priced=False)
+
+
+def test_microbatches_and_recomputation_with_kernels_in_parts():
+    who = with_shared(in_front=False)
+    program = who.traced.program
+    found = search(
+        program, 2, quick_prices(2), SearchRequest(constraints=("expert=2", "recompute=full", "microbatches=2"))
+    )
+    assert pauses_of(program, found)
+    assert_parity(who, found, priced=False)
+
+
+def test_no_more_seconds_are_hidden_than_pauses_compute():
+    who = with_shared(in_front=False)
+    program = who.traced.program
+    plan = on_nodes(program, 2, 2)
+    assert not pauses_of(routed("skewed").traced.program, on_nodes(routed("skewed").traced.program, 2, 2))
+    (index,) = (
+        i for i, each in enumerate(plan.layers) if any(op.target == EXPERTS for op in program.kinds[each.kind].ops)
+    )
+    layer, strategy = program.layers[index], plan.strategies[plan.layers[index].strategy]
+    placed, prices = place(program, layer, strategy, 1), quick_prices(4)
+    times = op_seconds(placed, prices, TrainingSpec())
+    products = [n for n, op in enumerate(layer.ops) if "linear" in op.target][-2:]
+    computing_s = sum(times[n].forward_s for n in range(products[0], products[1] + 1) if layer.ops[n].target != EXPERTS)
+    runs = [run for run in running_collectives(placed, TrainingSpec(), prices) if run.kind == "all_to_all"]
+    hidden_s = {
+        axis: sum(run.hidden_s for run in runs if run.axis == axis and run.phase == "forward")
+        for axis in (Axis(2, 2), Axis(2, 1))
+    }
+    assert hidden_s[Axis(2, 1)] == 0  # inside a node it is waited for
+    assert 0 < hidden_s[Axis(2, 2)] <= computing_s * (1 + 1e-9)
+    assert all(run_s(run, prices) >= 0 for run in runs)

@@ -23,7 +23,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ops import own_families
 from autopar.program import Arg, Op, Ref
 
-__all__ = ["APART", "KERNELS", "OPS", "resolve_target", "run_ops", "torch_argument"]
+__all__ = ["APART", "KERNELS", "OPS", "PARTS", "resolve_target", "run_ops", "torch_argument"]
 
 _MODULES = {"operator": operator, "_operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _FILES = tuple(import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -39,6 +39,10 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 """Special kernels, called ``kernel(shards, *local_args, **kwargs)``."""
 
+PARTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {name: _FUNCTIONS[kernel.parts] for each in own_families() for name, kernel in each.kernels.items() if kernel.parts}
+)
+"""Special kernels that can run in parts, as generator functions with the same arguments."""
 
 APART: frozenset[Callable[..., Any]] = frozenset(
     _FUNCTIONS[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,16 @@ from torch.nn import functional
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
+from autopar.lower.communication.tensor_in_flight import TensorInFlight
 from autopar.ops.experts import read_body
 
-__all__ = ["dispatched_experts", "masked_experts"]
+__all__ = ["dispatched_experts", "masked_experts", "parts_of_dispatch"]
 
 _ops: Any = torch.ops
+
+
+Parts = Generator[None, None, Tensor]
+"""A kernel that yields where others may compute, and returns its result."""
 
 
 def masked_experts(
@@ -67,6 +72,23 @@ def dispatched_experts(
     between any two devices as the most that any device has for another: the devices agree on that number first, and
     the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
+    return _whole(parts_of_dispatch(shards, ids, reads, experts, others, members, num_experts, body))
+
+
+def parts_of_dispatch(
+    shards: Shards,
+    ids: Tensor,
+    reads: Sequence[Tensor],
+    experts: Sequence[Tensor],
+    others: Sequence[Tensor],
+    members: Tensor,
+    num_experts: int,
+    body: str,
+) -> Parts:
+    """`dispatched_experts` in three parts, so that others compute while tokens travel.
+
+    Yields once the tokens are on their way (on the outermost axis), and once their sums are on their way back.
+    """
     summed, num_local = read_body(body).summed, len(experts[0])
     num_tokens = len(ids) // summed
     shared = [len(x) == num_tokens for x in reads]
@@ -87,7 +109,7 @@ def dispatched_experts(
         made = _ops.autopar_traced.sorted_experts(rows, of_rows, experts, others, body, may_be_elsewhere=is_empty)
         return call_function(_Sums, made, torch.arange(len(rows), device=ids.device), token, len(ids))
 
-    return _spread(shards, ids.view(num_tokens, summed), given, num_local, compute)
+    return (yield from _spread(shards, ids.view(num_tokens, summed), given, num_local, compute))
 
 
 def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
@@ -98,8 +120,10 @@ def _by_token(x: Tensor, num_tokens: int, summed: int) -> Tensor:
 _Compute = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
-def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], num_local: int, compute: _Compute) -> Tensor:
+def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], num_local: int, compute: _Compute) -> Parts:
     """[tokens, ...]: the sums of what `compute` makes of the tokens on each of `shards` that has experts of them.
+
+    Yields while tokens are on their way to the places on the outermost axis, and on their way back.
 
     Args:
         shards: of the experts, which have `num_local` each.
@@ -114,9 +138,21 @@ def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], num_local: int
     axis = shards.axes[0]
     inner = Shards(shards.communicator, shards.axes[1:])
     route = _Route.of(Shards(shards.communicator, (axis,)), ids, num_local * inner.count)
-    there = [route.send(x) for x in reads]
-    made = _spread(inner, route.send_ids(ids), there, num_local, compute)
-    return call_function(_Sums, _exchange(route.shards, made), route.slots, route.token, len(ids))
+    sent_ids, sent = route.send_ids(ids), [route.send(x) for x in reads]
+    yield
+    made = _whole(_spread(inner, sent_ids.wait(), [each.wait() for each in sent], num_local, compute))
+    back = route.start(made)
+    yield
+    return call_function(_Sums, back.wait(), route.slots, route.token, len(ids))
+
+
+def _whole(parts: Parts) -> Tensor:
+    """What these parts return, run in a row."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 @dataclass(frozen=True)
@@ -151,18 +187,23 @@ class _Route:
         slots = to * capacity + torch.arange(len(to), device=ids.device) - starts[to]
         return cls(shards, num_local, capacity, to, token, slots)
 
-    def send_ids(self, ids: Tensor) -> Tensor:
+    def send_ids(self, ids: Tensor) -> TensorInFlight:
         """The experts of the tokens that come here, from 0 for the first one here, `num_local` for those elsewhere."""
         own = ids[self.token] - (self.to * self.num_local).unsqueeze(1)
         own = own.masked_fill((own < 0) | (own >= self.num_local), self.num_local)
         buffer = ids.new_full((self.shards.count * self.capacity, ids.shape[1]), self.num_local)
-        return _moved(buffer.index_copy_(0, self.slots, own), self.shards)
+        return self.start(buffer.index_copy_(0, self.slots, own))
 
-    def send(self, x: Tensor) -> Tensor:
+    def send(self, x: Tensor) -> TensorInFlight:
         """Of the tokens that come here, in the order of `send_ids`; fillers have the numbers of some token."""
         source = self.token.new_zeros(self.shards.count * self.capacity).index_copy_(0, self.slots, self.token)
         copies = call_function(_Copies, x, source, self.slots, self.token) if x.is_floating_point() else x[source]
-        return _exchange(self.shards, copies)
+        return self.start(copies)
+
+    def start(self, x: Tensor) -> TensorInFlight:
+        """[places * capacity, ...]: the rows for each place go there, and those from each come."""
+        (axis,) = self.shards.axes
+        return TensorInFlight.exchanged(self.shards.communicator, x, axis)
 
 
 def _picked(x: Tensor, source: Tensor) -> Tensor:
@@ -215,28 +256,3 @@ def _added(rows: Tensor, slots: Tensor, token: Tensor, num_tokens: int) -> Tenso
     )
     flat = functional.embedding_bag(slots[order], rows.reshape(len(rows), -1), counts.cumsum(0) - counts, mode="sum")
     return flat.view(num_tokens, *rows.shape[1:])
-
-
-def _exchange(shards: Shards, x: Tensor) -> Tensor:
-    """[devices * n, ...]: the n rows for each device go there, and those from each come; their gradients go back."""
-    return call_function(_Exchange, x, shards) if x.is_floating_point() else _moved(x, shards)
-
-
-def _moved(x: Tensor, shards: Shards) -> Tensor:
-    (axis,) = shards.axes
-    cut = x.view(axis.size, -1, *x.shape[1:])
-    return shards.communicator.all_to_all(cut, axis, 0, 0).reshape(x.shape)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        return _moved(x, shards)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor, None]:
-        return _moved(gradients[0], ctx.shards), None

@@ -2,7 +2,7 @@
 
 A program is traced as it runs, collectives and special kernels included, so a kind of layer is one graph without
 breaks.  What must be new in every call stays outside: random draws and slices of the running microbatch; and so do
-collectives that overlap with products, which stand in the order in which they overlap, and ops that run backward inside
+collectives that overlap with compute, which stand in the order in which they overlap, and ops that run backward inside
 their forward.  Those cut a program into pieces.
 """
 
@@ -21,7 +21,10 @@ from autopar.lower.compat import compile_graph, run_again_in_backward, split_gra
 from autopar.lower.kernels import APART, KERNELS
 from autopar.lower.program.layer_ops import (
     LayerContext,
+    begin_kernel,
+    continue_kernel,
     draw,
+    finish_kernel,
     microbatch_slice,
     microbatch_term,
     moved_product,
@@ -65,8 +68,21 @@ def _stays_outside(node: fx.Node) -> bool:
     if node.target is redistribute:
         return any(_stays_outside(user) for user in node.users)
     kernel = KERNELS.get(str(node.args[0])) if node.target is run_kernel else node.target
-    is_own = node.target in (draw, microbatch_slice, microbatch_term, moved_product, products_of_moved)
-    return is_own or kernel in APART or family_of(str(node.target)).runs_apart
+    return node.target in _OUTSIDE or kernel in APART or family_of(str(node.target)).runs_apart
+
+
+_OUTSIDE = frozenset(
+    (
+        draw,
+        microbatch_slice,
+        microbatch_term,
+        moved_product,
+        products_of_moved,
+        begin_kernel,
+        continue_kernel,
+        finish_kernel,
+    )
+)
 
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -17,15 +17,15 @@ from torch import Tensor
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels import KERNELS, resolve_target
+from autopar.lower.kernels import KERNELS, PARTS, resolve_target
 from autopar.lower.kernels.random import RandomState, makes_generators, random_scope
 from autopar.lower.kernels.row_pieces import RowPieces, moved_row_product, row_products_of_moved
 from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
 __all__ = [
-    "LayerContext", "draw", "layout_steps", "microbatch_slice", "microbatch_term", "moved_product",
-    "products_of_moved", "redistribute", "run_kernel",
+    "LayerContext", "begin_kernel", "continue_kernel", "draw", "finish_kernel", "layout_steps", "microbatch_slice",
+    "microbatch_term", "moved_product", "products_of_moved", "redistribute", "run_kernel",
 ]  # fmt: skip
 
 AxisText = tuple[int, int]
@@ -110,6 +110,27 @@ def microbatch_term(x: Tensor, context: LayerContext) -> Tensor:
 def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
     """Run a special kernel that communicates on `axes`, outermost first."""
     return KERNELS[name](_shards(axes, context), *args, **kwargs)
+
+
+def begin_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
+    """Run the first part of a special kernel that communicates on `axes`; `continue_kernel` takes what this returns."""
+    parts = PARTS[name](_shards(axes, context), *args, **kwargs)
+    next(parts)
+    return parts
+
+
+def continue_kernel(parts: Any) -> None:
+    """Run the second part."""
+    next(parts)
+
+
+def finish_kernel(parts: Any) -> Any:
+    """Run the last part; what the kernel returns."""
+    try:
+        next(parts)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("a kernel in parts has two pauses")
 
 
 def _shards(axes: tuple[AxisText, ...], context: LayerContext) -> Shards:

@@ -17,7 +17,10 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target, torch_argument
 from autopar.lower.program.layer_ops import (
+    begin_kernel,
+    continue_kernel,
     draw,
+    finish_kernel,
     microbatch_slice,
     microbatch_term,
     moved_product,
@@ -30,7 +33,16 @@ from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
-from autopar.step.instructions import InPieces, Instruction, KeepInFirst, LocalProgram, Reshard, RunOp, TakeMicrobatch
+from autopar.step.instructions import (
+    InParts,
+    InPieces,
+    Instruction,
+    KeepInFirst,
+    LocalProgram,
+    Reshard,
+    RunOp,
+    TakeMicrobatch,
+)
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 from autopar.step.op_states import kernel_runs
@@ -133,6 +145,8 @@ class _Emitter:
         elif isinstance(instruction, InPieces):
             self.place = self.places[instruction.products[0].index]
             self._in_pieces(instruction)
+        elif isinstance(instruction, InParts):
+            self._in_parts(instruction)
         elif isinstance(instruction, KeepInFirst):
             self._keep_in_first(instruction)
         else:
@@ -207,16 +221,25 @@ class _Emitter:
             own.meta["value"] = self.local.values[index].value.name
             self._keep(index, own)
 
+    def _in_parts(self, each: InParts) -> None:
+        """A node for each part of the kernel, with those of what runs in its pauses in between."""
+        name = node_name(each.run.op.results[0])
+        self.place = self.places[each.run.index]
+        parts = self._call_kernel(begin_kernel, each.run, *self._arguments(each.run), f"{name}_begun")
+        for number, pause in enumerate(each.pauses):
+            if number:
+                self.place = self.places[each.run.index]
+                self._call(continue_kernel, (parts,), f"{name}_continued")
+            for single in pause:
+                self.add(single)
+        self.place = self.places[each.run.index]
+        node = self._call(finish_kernel, (parts,), name)
+        node.meta["value"] = each.run.op.results[0]
+        self._keep(each.run.results[0], node)
+
     def _run(self, instruction: RunOp) -> None:
-        op, state = instruction.op, instruction.state
-        operands = (self.nodes[index] for index in instruction.operands)
-        args = [torch_argument(arg, lambda _: next(operands)) for arg in op.args]
-        for position in op.size_args:
-            args[position] = state.result_types[0].shape
-        kwargs = {key: torch_argument(arg, lambda _: next(operands)) for key, arg in op.kwargs}
-        if "device" in kwargs:
-            kwargs["device"] = torch.device(self.device)
-        node = self._call_op(instruction, tuple(args), kwargs)
+        op = instruction.op
+        node = self._call_op(instruction, *self._arguments(instruction))
         nodes = [node]
         if len(op.results) > 1:
             nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]
@@ -226,22 +249,39 @@ class _Emitter:
             own.meta["value"] = name  # fx renames nodes that are called as a builtin is
             self._keep(index, own)
 
+    def _arguments(self, instruction: RunOp) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        op, state = instruction.op, instruction.state
+        operands = (self.nodes[index] for index in instruction.operands)
+        args = [torch_argument(arg, lambda _: next(operands)) for arg in op.args]
+        for position in op.size_args:
+            args[position] = state.result_types[0].shape
+        kwargs = {key: torch_argument(arg, lambda _: next(operands)) for key, arg in op.kwargs}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device(self.device)
+        return tuple(args), kwargs
+
     def _call_op(self, instruction: RunOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         op, state = instruction.op, instruction.state
         name = node_name(op.results[0]) if len(op.results) == 1 else node_name(op.name)
-        kernel = next((option.kernel for option in state.options if option.kernel), "")
-        if kernel:
-            split = self._axes_where(tuple(bool(option.kernel) for option in state.options))
-            node = self._call(run_kernel, (kernel, split, self.context, *args), name, kwargs)
-            node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
-            node.meta["collectives"] = kernel_runs(state, self.mesh)
-            return node
+        if state.has_kernel:
+            return self._call_kernel(run_kernel, instruction, args, kwargs, name)
         if op.is_random:
             shards = self._axes_where(tuple(placement.is_shard for placement in state.results[0]))
             return self._call(draw, (op.target, instruction.index, shards, self.context, *args), name, kwargs)
         node = self._call(resolve_target(op.target), args, name, kwargs)
         if self.policy.is_rerun(op):
             self.rerun.add(node.name)
+        return node
+
+    def _call_kernel(
+        self, function: Callable[..., Any], run: RunOp, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> fx.Node:
+        options = run.state.options
+        kernel = next(option.kernel for option in options if option.kernel)
+        split = self._axes_where(tuple(bool(option.kernel) for option in options))
+        node = self._call(function, (kernel, split, self.context, *args), name, kwargs)
+        node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
+        node.meta["collectives"] = kernel_runs(run.state, self.mesh)
         return node
 
     def _axes_where(self, chosen: tuple[bool, ...]) -> tuple[tuple[int, int], ...]:

@@ -50,9 +50,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
+_OWN = "redistribute|microbatch_(slice|term)|(run|begin|continue|finish)_kernel|draw"
+
+
 def format_statement(line: str) -> str:
     """A line of a layer program's code, without what only fx needs to say."""
     text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
-    text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_(slice|term)|run_kernel|draw)\()", "", text)
+    text = re.sub(rf"\bautopar_lower_[a-z_]+?_(?=({_OWN})\()", "", text)
     text = re.sub(rf"\bautopar_lower_kernels_\w*?({_WHOLE_OPS})\(", r"autopar.\1(", text)
     return text.replace("torch.ops.", "")
