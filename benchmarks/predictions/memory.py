@@ -235,6 +235,8 @@ CASES: tuple[Case, ...] = (
     Case("bert", 2, ("context=2",)),
     Case("mixtral", 2, ("expert=2",)),  # with the routing that random weights give
     Case("mixtral", 4, ("expert=4",)),
+    Case("deepseek_v3", 2, ("expert=2",)),  # likewise; its shared experts compute while tokens travel
+    Case("deepseek_v3", 4, ("expert=4",)),
     Case("unet", 2, ("data=2", "zero=0")),
     Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
 )

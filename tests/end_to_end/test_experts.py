@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from functools import partial
 
 import pytest
+import torch
 
 from autopar.api import trace_model
 from autopar.placement import Axis
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end import pipelines
-from tests.end_to_end.harness import assert_same_step, parallelize
+from tests.end_to_end.harness import assert_same_step, launch, parallelize
 from tests.models import make_mixtral
-from tests.parity.test_dispatch import on_nodes
+from tests.parity.test_dispatch import Shared, on_nodes, pauses_of
+from tests.parity.test_experts import routing
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -68,3 +72,21 @@ def check_balance_loss(constraints: tuple[str, ...]) -> bool:
 
 def test_a_balance_loss_of_the_whole_batch_in_stages_over_gloo() -> None:
     assert all(run_ranks(check_balance_loss, 4, ("pipeline=2", "expert=2", "microbatches=2")))
+
+
+def check_shared(*, compiled: bool) -> None:
+    torch.manual_seed(0)
+    ids = routing("skewed").repeat(64, 1)
+    inputs = {"x": torch.randn(len(ids), 8), "ids": ids, "weights": torch.rand(ids.shape)}
+    model = Shared(in_front=False)
+    single = copy.deepcopy(model)
+    program = trace_model(single, inputs).program
+    plan = on_nodes(program, 1, 2)
+    parallel = parallelize(model, inputs, plan=plan.with_decisions(compiled=compiled))
+    assert pauses_of(program, parallel.plan)
+    assert_same_step(parallel, single, inputs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+def test_shared_experts_compute_while_tokens_travel_over_gloo() -> None:
+    launch(2, partial(check_shared, compiled=False), partial(check_shared, compiled=True))

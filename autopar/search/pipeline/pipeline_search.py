@@ -116,7 +116,8 @@ class PipelineSearch:
             own = counts[groups]
             at = own.index(count)
             _walk(own[at:], lambda other: attempt(groups, other))
-            if (groups, count) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
+            # With fewer, device groups idle longer, and those that do not fit need no less memory.
+            if (groups, count) not in self._too_slow and math.isfinite(attempt(groups, count)):
                 _walk(own[at::-1], lambda other: attempt(groups, other))
             # Where nothing fits, the most microbatches say how many to try with other numbers of groups: what is ruled
             # out, as too slow, does not.
@@ -137,7 +138,7 @@ class PipelineSearch:
         _walk(ordered[at:], lambda other: attempt(other, near[other]))
         _walk(ordered[at::-1], lambda other: attempt(other, near[other]))
         best = min(tried, key=lambda pair: tried[pair])
-        if best[0] != groups:
+        if best[0] != groups and tried[best] < self._enough_s:
             other_counts(*best)
 
     def _check_possible(self, counts: dict[int, list[int]]) -> None:
