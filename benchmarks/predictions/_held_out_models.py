@@ -159,9 +159,9 @@ HELD_OUT_MODELS: dict[str, Callable[[], Model]] = {
     "gpt_neox": _causal("GPTNeoX", intermediate_size=512),
     "mixtral": _causal("Mixtral", intermediate_size=256, num_key_value_heads=2, num_local_experts=4),
     "deepseek_v3": _causal(
-        "DeepseekV3", intermediate_size=256, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_group=4,
-        topk_group=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16,
-        qk_nope_head_dim=16, v_head_dim=32,
+        "DeepseekV3", intermediate_size=256, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
     ),
     "swin": _classifier("Swin", 64, image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4],
                         window_size=4),
