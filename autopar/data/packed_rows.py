@@ -93,13 +93,21 @@ class RowPacking:
                 batch[name][row, start] = self.padding[name]
         return stop
 
-    def _read(self, sample: Any) -> dict[str, Tensor]:
+    def as_mapping(self, sample: Any) -> Mapping[str, Any]:
+        """The entries of a sample, without the mask of a tokenizer.
+
+        Raises:
+            LoaderError: it is no mapping, or padded.
+        """
         if not isinstance(sample, Mapping):
             raise LoaderError(
                 f"a balanced loader makes rows of samples that are mappings, such as {{'input_ids': ..., 'labels': "
                 f"...}}, but the data set gives a {type(sample).__name__}"
             )
-        given = _without_mask(cast("Mapping[str, Any]", sample), self.padding)
+        return _without_mask(cast("Mapping[str, Any]", sample), self.padding)
+
+    def _read(self, sample: Any) -> dict[str, Tensor]:
+        given = self.as_mapping(sample)
         unknown = sorted(set(given) - set(self.padding))
         if unknown or not given:
             raise LoaderError(

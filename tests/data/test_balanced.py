@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.balance import BatchPlanner
-from autopar.data.balanced import rank_rows
+from autopar.data.shares import rank_rows
 from autopar.errors import LengthError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate

@@ -110,6 +110,7 @@ class CallInputs:
     Attributes:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
+        example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class CallInputs:
         self._communicator = communicator
         self._split = split
         self.is_local = example is not None
-        self._has_rows: dict[str, bool] = {}
+        self.example_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if example is not None:
-            self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
+            self.example_forms = {name: (tuple(x.shape), x.dtype) for name, x in open_call(*example).named.items()}
+        self._has_rows = {name: shape[:1] == (rows,) for name, (shape, _) in self.example_forms.items()}
         self._has_compared = False
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
