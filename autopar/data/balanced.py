@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -153,7 +154,10 @@ def _encoder_sharing(encoder: EncoderRows | None, model: ParallelModule, inputs:
     forms = {name: known[name] for name in encoder.names}
     if any(len(shape) < 2 for shape, _ in forms.values()):
         raise LoaderError(f"inputs of an encoder are [rows, ...] with another dim, but the example has {forms}")
-    return EncoderSharing(encoder, forms, model.data_rank, model.data_parallel_size)
+    # The plan of the example may split the encoder over as many devices as divide the example's rows.
+    devices = math.gcd(next(iter(forms.values()))[0][0], model.plan.group_size)
+    ranks = model.data_parallel_size
+    return EncoderSharing(encoder, forms, model.data_rank, ranks, math.lcm(ranks, devices))
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:

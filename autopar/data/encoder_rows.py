@@ -27,7 +27,7 @@ __all__ = ["EncoderRows", "EncoderShare", "EncoderSharing"]
 Image = tuple[int, int]
 """The number of a sample in its batch, and the number of one of its images."""
 
-# Numbers of images of a rank are rounded up to this many leading bits: each number is planned for when it first occurs,
+# Numbers of images of a part are rounded up to this many leading bits: each number is planned for when it first occurs,
 # and up to an eighth of the encoder's work is spent on images of zeros.
 _LEADING_BITS = 4
 
@@ -118,12 +118,15 @@ class EncoderSharing:
         forms: shape and dtype of the example's input of each entry, whose dim 0 are rows.
         rank: data-parallel rank.
         ranks: how many there are.
+        parts: a multiple of `ranks`: into so many parts rows can be split, each with as many rows, as layers of the
+            encoder may be split over more devices than those of the text.
     """
 
     encoder: EncoderRows
     forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rank: int
     ranks: int
+    parts: int
 
     @property
     def tokens(self) -> int:
@@ -152,15 +155,15 @@ class EncoderSharing:
         places = np.array([lengths[sample][image] for sample, image in images], dtype=np.int64)
         tokens = check_lengths(places, self.tokens, "a row of the encoder", "image {} of the batch")
         # Rows are computed whole, so that only attention, in squares of lengths, tells ranks apart, at any price.
-        row = RowCost(self.ranks, 1, self.tokens, 1.0, 1.0)
-        assignment = assign_rows(row, tokens, self.ranks, math.inf, packs=bool(self.encoder.positions))
-        return [[images[n] for n in own] for rank in range(self.ranks) for own in assignment.rows_of(rank)]
+        row = RowCost(self.parts, 1, self.tokens, 1.0, 1.0)
+        assignment = assign_rows(row, tokens, self.parts, math.inf, packs=bool(self.encoder.positions))
+        return [[images[n] for n in own] for part in range(self.parts) for own in assignment.rows_of(part)]
 
     def _in_order(self, lengths: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[Image]]:
         rows = [[(sample, image)] for sample in order for image in range(len(lengths[sample]))]
-        each = max(1, math.ceil(len(rows) / self.ranks))
+        each = max(1, math.ceil(len(rows) / self.parts))
         step = 1 << max(0, each.bit_length() - _LEADING_BITS)
-        empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * self.ranks - len(rows))]
+        empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * self.parts - len(rows))]
         return rows + empty
 
     # --- samples
