@@ -112,7 +112,8 @@ class RowPacking:
         if unknown or not given:
             raise LoaderError(
                 f"samples have the entries {sorted(given)}, but nothing says what {unknown} have in places without a "
-                f"token: leave them out of the samples, or pass balanced(..., padding={{{unknown[0]!r}: 0, ...}})"
+                f"token: leave them out of the samples, or pass balanced(..., padding={{{unknown[0]!r}: 0, ...}}). For "
+                f"images beside text pass balanced(..., encoder={unknown[0]!r}) if an encoder reads it"
                 if unknown
                 else "a sample has no entries"
             )
@@ -121,7 +122,8 @@ class RowPacking:
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise LoaderError(
                 f"the entries of a sample have one length, which is its number of tokens, but here {sizes} "
-                "(0: no dim, or an empty one)"
+                "(0: no dim, or an empty one). For images beside text pass balanced(..., encoder=) with the entries "
+                "that an encoder reads"
             )
         return tensors
 
