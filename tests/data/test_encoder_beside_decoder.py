@@ -137,7 +137,7 @@ class Normed(TorchDispatchMode):
 
 # A step as samples come: images and text of many lengths, so that who has long text does not have large images.
 SIZES = [([12], 2), ([1], 9), ([2], 14), ([4, 2], 3), ([], 7), ([4], 1), ([1, 3, 1], 4), ([], 1), ([3], 11), ([7], 2)]
-ENCODER = {"lookup": "seen", "positions": "patch_ids"}
+ENCODER: dict[str, Any] = {"lookup": "seen", "positions": "patch_ids"}
 
 
 def example(patch_rows: int = 4, rows: int = 8) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ def loaded(**arguments: Any) -> Any:
         model.call_inputs.example_forms = {
             "input_ids": ((2, TOKENS), torch.int64), "pixel_values": ((2, 3, 4, 4), torch.float64)
         }  # fmt: skip
-        given = {"length": size, "shifts": "labels", **arguments}
+        given: dict[str, Any] = {"length": size, "shifts": "labels", **arguments}
         return next(iter(autopar.balanced(DataLoader(Captions(), batch_size=4), model, **given)))
 
     return simulate(2, act)
