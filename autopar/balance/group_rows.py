@@ -31,14 +31,20 @@ _WORTH_NESTING = 0.02
 
 
 def assign_groups(
-    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, *, nests: bool = False
+    kinds: Sequence[GroupRow],
+    coupling_s: float,
+    devices: int,
+    tokens: np.ndarray,
+    *,
+    nests: bool = False,
+    below_s: float = math.inf,
 ) -> Assignment | None:
     """The best assignment found to groups of at least two of these kinds, whose degrees fall; rows of the first hold
     every sequence; `devices` are those of a pipeline stage, if there are any.
 
     With `nests`, devices may be in several groups, one after the other.
 
-    None: no such groups have as many devices.
+    None: no such groups have as many devices, or none were found with a step of less than `below_s` seconds.
     """
     lengths = tokens.astype(np.float64)
     work = np.array([
@@ -47,6 +53,9 @@ def assign_groups(
     ])  # fmt: skip
     degrees = np.array([each.degree for each in kinds])
     bound_s = devices_bound(work, degrees, devices)
+    limit_s = below_s - coupling_s
+    if bound_s >= limit_s:
+        return None
     order = np.argsort(-tokens, kind="stable")
     best: Assignment | None = None
     spent = 0
@@ -54,9 +63,9 @@ def assign_groups(
         is_mixed = sum(count > 0 for count in counts) > 1 and int(np.dot(counts, degrees)) == devices
         if not is_mixed:
             continue
-        if best is not None and spent > _PLACED:
+        if limit_s < math.inf and spent > _PLACED:
             break
-        placed, group, row, load = _pack(kinds, counts, tokens, order, math.inf if best is None else best.largest_s)
+        placed, group, row, load = _pack(kinds, counts, tokens, order, limit_s)
         spent += placed + _BEGUN
         if placed == len(tokens):
             groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
@@ -65,22 +74,25 @@ def assign_groups(
             best = Assignment(
                 tokens, group, row, own, rows, load, bound_s, False, RowCost(step_s=coupling_s), groups
             )  # fmt: skip
-    if nests and best is not None and best.largest_s > bound_s * (1 + _WORTH_NESTING):
-        return _nested(kinds, coupling_s, devices, best) or best
+            limit_s = best.largest_s
+    if nests and bound_s * (1 + _WORTH_NESTING) < limit_s < math.inf:
+        return _nested(kinds, coupling_s, devices, tokens, bound_s, limit_s) or best
     return best
 
 
-def _nested(kinds: Sequence[GroupRow], coupling_s: float, devices: int, other: Assignment) -> Assignment | None:
-    """Groups that overlap, of at least two kinds; None unless they have less work than `other`."""
+def _nested(
+    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
+) -> Assignment | None:
+    """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
     own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
-    found = nest_below(own, devices, other.lengths, other.bound_s, other.largest_s)
+    found = nest_below(own, devices, tokens, bound_s, limit_s)
     if found is None or (found.kind == found.kind[0]).all():
         return None
     numbers: list[int] = found.kind.tolist()
     groups = tuple(kinds[number] for number in numbers)
     return Assignment(
-        other.lengths, found.group, found.row, np.array([kind.degree for kind in groups]),
-        int(found.row.max(initial=-1)) + 1, found.work_s, other.bound_s, False, RowCost(step_s=coupling_s), groups,
+        tokens, found.group, found.row, np.array([kind.degree for kind in groups]),
+        int(found.row.max(initial=-1)) + 1, found.work_s, bound_s, False, RowCost(step_s=coupling_s), groups,
         starts=tuple(found.start.tolist()), load_s=tuple(found.load_s.tolist()),
     )  # fmt: skip
 

@@ -101,9 +101,10 @@ class BatchPlanner:
                     best = found
         assert best is not None  # the plan for the longest rows is one of them
         if self.groups and batches == 1:
-            other = assign_groups(self.groups, self.coupling_s, self.devices_of_stage, tokens, nests=self.nests)
-            if other is not None and other.step_time_s < best.step_time_s:
-                return other
+            return assign_groups(
+                self.groups, self.coupling_s, self.devices_of_stage, tokens,
+                nests=self.nests, below_s=best.step_time_s,
+            ) or best  # fmt: skip
         return best
 
     def _assign_degrees(self, tokens: np.ndarray) -> Assignment:
