@@ -218,6 +218,8 @@ class _Compared:
             dealt, batch = next(self._base)
         except StopIteration:
             pass
+        except LengthError as error:
+            failed = LengthError(f"batch {self._number + 1} of a balanced loader: {error}")
         except Exception as error:  # noqa: BLE001  (raised below, where other ranks hear of it)
             failed = error
 

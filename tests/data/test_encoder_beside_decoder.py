@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -21,6 +23,7 @@ from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import keep_double_program, run_single
 from tests.lower.runs import build, loss_of
+from tests.ranks import run_ranks
 from tests.zoo import quick_prices
 
 WIDTH, PIXELS, WORDS = 16, 6, 32
@@ -203,3 +206,41 @@ def test_an_encoder_has_rows_of_its_own(asked: str, is_indexed: bool) -> None:
         assert loss == pytest.approx(single.losses[0], rel=1e-12)
         for name, x in single.gradients.items():
             torch.testing.assert_close(gradients[name.removeprefix("model.")], x, rtol=0, atol=1e-9 * largest)
+
+
+def train(constraint: str, epochs: int) -> list[float]:
+    """The losses of this rank: batches of five samples, and AdamW."""
+    made: Any = autopar.parallelize(
+        Captioner().double(), init_device_mesh("cpu", (dist.get_world_size(),)), example(), inputs="local",
+        constraints=constraint.split(), profile=False,
+    )  # fmt: skip
+    captions = Captions(SIZES)
+    loader = autopar.balanced(
+        DataLoader(captions, batch_size=5), made, length_index=captions.lengths, shifts="labels",
+        encoder=EncoderRows("patches", **ENCODER, lengths=captions.images),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    losses: list[float] = []
+    for batch in (batch for _ in range(epochs) for batch in loader):
+        optimizer.zero_grad()
+        loss = made(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "asked"), [(2, "data=2"), (4, "data=2 tensor=2"), (4, "data=2 pipeline=2")])
+def test_processes_train_with_images_apart_from_their_text(world: int, asked: str) -> None:
+    model, captions = Captioner().double(), list(Captions(SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected: list[float] = []
+    for part in (captions[:5], captions[5:]) * 3:
+        optimizer.zero_grad()
+        loss = Alone(model, part)(torch.zeros(1).double())
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in run_ranks(train, world, asked, 3):
+        assert losses == pytest.approx(expected, rel=1e-12)
