@@ -85,15 +85,15 @@ def _nested(
 ) -> Assignment | None:
     """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
     own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
-    found = nest_below(own, devices, tokens, bound_s, limit_s)
-    if found is None or (found.kind == found.kind[0]).all():
+    places = nest_below(own, devices, tokens, bound_s, limit_s)
+    if places is None or (places.kind == places.kind[0]).all():
         return None
-    numbers: list[int] = found.kind.tolist()
+    numbers: list[int] = places.kind.tolist()
     groups = tuple(kinds[number] for number in numbers)
     return Assignment(
-        tokens, found.group, found.row, np.array([kind.degree for kind in groups]),
-        int(found.row.max(initial=-1)) + 1, found.work_s, bound_s, False, RowCost(step_s=coupling_s), groups,
-        starts=tuple(found.start.tolist()), load_s=tuple(found.load_s.tolist()),
+        tokens, places.group, places.row, np.array([kind.degree for kind in groups]),
+        int(places.row.max(initial=-1)) + 1, places.work_s, bound_s, False, RowCost(step_s=coupling_s), groups,
+        starts=tuple(places.start.tolist()), load_s=tuple(places.load_s.tolist()),
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class BatchPlanner:
         Args:
             lengths: in tokens.
             batches: over how many steps they are spread, which changes what samples a step has: step k has the groups
-                ``k * ranks`` to ``(k + 1) * ranks - 1``, whose work is as alike as can be.
+                ``k * ranks`` to ``(k + 1) * ranks - 1``, whose work is as equal as possible.
 
         Raises:
             LengthError: a length is not a positive whole number, or larger than a row.
@@ -94,11 +94,11 @@ class BatchPlanner:
         best: Assignment | None = None
         for least_s, place in sorted(bounds):
             if self.rows[place].tokens >= longest and (best is None or least_s < best.step_time_s):
-                found = assign_rows(
+                assignment = assign_rows(
                     self.rows[place], tokens, self.devices, self.limit_bytes, packs=self.packs, batches=batches
                 )
-                if best is None or found.step_time_s < best.step_time_s:
-                    best = found
+                if best is None or assignment.step_time_s < best.step_time_s:
+                    best = assignment
         assert best is not None  # the plan for the longest rows is one of them
         if self.groups and batches == 1:
             return assign_groups(
@@ -108,10 +108,10 @@ class BatchPlanner:
         return best
 
     def _assign_degrees(self, tokens: np.ndarray) -> Assignment:
-        found = best_groups(self.costs, self.devices, tokens)
-        packed, once = found.packed, RowCost(step_s=found.fixed_s)
-        places = tokens, packed.group, packed.row, found.degrees, found.microbatches
-        return Assignment(*places, packed.load, found.bound_s, found.is_exact, once)
+        chosen = best_groups(self.costs, self.devices, tokens)
+        packed, once = chosen.packed, RowCost(step_s=chosen.fixed_s)
+        places = tokens, packed.group, packed.row, chosen.degrees, chosen.microbatches
+        return Assignment(*places, packed.load, chosen.bound_s, chosen.is_exact, once)
 
     def _least_s(self, row: RowCost, tokens: np.ndarray, batches: int) -> float:
         """No assignment to such rows makes a step faster than this."""

@@ -230,14 +230,14 @@ class _Compared:
 
         known = [digest for (digest,) in self._inputs.numbers_of_ranks("batch {} of a balanced loader", find)]
         self._number += 1
-        _check_alike(known, self._number)
+        _check_same_batch(known, self._number)
         if dealt.digest == _END:
             raise StopIteration
         self._inputs.dealt = dealt
         return {**batch, **{name: join(batch[name]) for name, join in self._join_rows.items()}}
 
 
-def _check_alike(digests: Sequence[int], number: int) -> None:
+def _check_same_batch(digests: Sequence[int], number: int) -> None:
     """Raise on every rank unless all ranks share out the same batch."""
     if len(set(digests)) == 1:
         return
