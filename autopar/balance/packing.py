@@ -1,6 +1,6 @@
 """Sequences into rows of groups, so that the group with the most work has as little as possible.
 
-That is scheduling on equal machines, or on machines of several kinds, with room for so many tokens in each of their rows.
+That is scheduling on machines, equal or of several kinds, with room for so many tokens in each of their rows.
 It is hard in general; here the longest goes first to the group that would be done first (Graham's rule, at most a third
 above the least if nothing but work counts), then sequences move or change places while that helps.
 """
