@@ -34,10 +34,13 @@ _HOMES = {
     "shard_dataloader": "autopar.data",
     "verify": "autopar.verify",
 }
+_PACKAGES = ("balance", "data", "errors")  # whose names scripts use as autopar.balance.Lengths
 
 
 def __getattr__(name: str) -> Any:
     """Load public names on first use, so that ``import autopar.search`` does not load torch (PEP 562)."""
+    if name in _PACKAGES:
+        return import_module(f"autopar.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

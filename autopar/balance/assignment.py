@@ -98,10 +98,10 @@ class Assignment:
 
     def rows_of(self, group: int) -> list[list[int]]:
         """The rows of a group in order, each with its sequences in order; some may be empty."""
-        found: list[list[int]] = [[] for _ in range(self.rows)]
+        rows: list[list[int]] = [[] for _ in range(self.rows)]
         for index in np.flatnonzero(self.group == group).tolist():
-            found[int(self.row[index])].append(index)
-        return found
+            rows[int(self.row[index])].append(index)
+        return rows
 
     def groups_of(self, rank: int) -> list[int]:
         """The groups that a device is in, in the order in which it computes their rows."""

@@ -44,20 +44,20 @@ def check_lengths(lengths: object, most: float, where: str, what: str = "sequenc
     Raises:
         LengthError: one is not a positive whole number, or larger than `most`, the room that `where` has.
     """
-    found = np.asarray(lengths)
-    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
         raise LengthError(
-            f"lengths are whole numbers of tokens in one dimension, but these have shape {list(found.shape)} and dtype "
-            f"{found.dtype}: pass a list of int"
+            f"lengths are whole numbers of tokens in one dimension, but these have shape {list(tokens.shape)} and "
+            f"dtype {tokens.dtype}: pass a list of int"
         )
-    for index in np.flatnonzero(found < 1)[:1]:
+    for index in np.flatnonzero(tokens < 1)[:1]:
         raise LengthError(
-            f"{what.format(index)} has length {found[index]}, but a sequence has at least one token: leave "
+            f"{what.format(index)} has length {tokens[index]}, but a sequence has at least one token: leave "
             "empty ones out of the data set"
         )
-    for index in np.flatnonzero(found > most)[:1]:
+    for index in np.flatnonzero(tokens > most)[:1]:
         raise LengthError(
-            f"{what.format(index)} has {found[index]:,} tokens, more than {where} holds ({int(most):,}): cut "
+            f"{what.format(index)} has {tokens[index]:,} tokens, more than {where} holds ({int(most):,}): cut "
             "it, or plan with longer example inputs"
         )
-    return found.astype(np.int64)
+    return tokens.astype(np.int64)

@@ -13,7 +13,7 @@ _STEPS = 20_000  # places tried, about 20 ms: where bounds leave more, the best 
 
 
 class _Search:
-    """Depth first, sequences in the order of `Places.order`; groups and rows that are alike are tried once."""
+    """Depth first, sequences in the order of `Places.order`; equal groups and rows are tried once."""
 
     def __init__(self, places: Places, best_s: float) -> None:
         self.places = places

@@ -43,10 +43,10 @@ def draw_batches(lengths: Lengths, tokens: float, count: int = DRAWN) -> list[np
 def rows_worth_planning(batches: Sequence[np.ndarray], tokens: int) -> tuple[int, ...]:
     """Lengths of rows, `tokens` first, each half of the one before, that enough batches fit into."""
     longest = np.array([batch.max() for batch in batches])
-    found = [tokens]
-    while len(found) < _MOST_PLANS and found[-1] % 2 == 0 and np.mean(longest <= found[-1] // 2) > _RARE:
-        found.append(found[-1] // 2)
-    return tuple(found)
+    sizes = [tokens]
+    while len(sizes) < _MOST_PLANS and sizes[-1] % 2 == 0 and np.mean(longest <= sizes[-1] // 2) > _RARE:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
 
 
 def expected_step(
@@ -66,10 +66,10 @@ def expected_step(
     """
     planners = [BatchPlanner(plan) for plan in family]
     own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
-    for found, batch in zip(own, batches, strict=True):
+    for assignments, batch in zip(own, batches, strict=True):
         devices = planners[0].devices_of_stage
-        found.append(assign_groups(groups, coupling_s, devices, batch, nests=nests) if groups else None)
-    times_s = np.array([[np.inf if each is None else each.step_time_s for each in found] for found in own])
+        assignments.append(assign_groups(groups, coupling_s, devices, batch, nests=nests) if groups else None)
+    times_s = np.array([[np.inf if each is None else each.step_time_s for each in assignments] for assignments in own])
     chosen: np.ndarray = times_s.argmin(axis=1)
     shares = [float((chosen == place).mean()) for place in range(len(family) + 1)]
     means_s = [
@@ -100,7 +100,8 @@ def expected_step(
         means_s[-1],
         static.prediction.row,
         nests,
-        sum(1 for found, place in zip(own, chosen, strict=True) if _is_nested(found[int(place)])) / len(batches),
+        sum(1 for assignments, place in zip(own, chosen, strict=True) if _is_nested(assignments[int(place)]))
+        / len(batches),
     )
 
 

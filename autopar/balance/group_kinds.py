@@ -27,22 +27,22 @@ def with_more_lengths(kinds: Sequence[GroupRow]) -> tuple[GroupRow, ...]:
 
     By such prices, of Wikipedia's lengths on 8 to 64 devices, the group with the most work has 3 to 14 % less of it.
     """
-    found = {kind.tokens: kind for kind in kinds}
+    by_tokens = {kind.tokens: kind for kind in kinds}
     for kind in (*kinds, *_halves(kinds[-1])):
-        found.setdefault(kind.tokens, kind)
+        by_tokens.setdefault(kind.tokens, kind)
         if kind.tokens % 4 == 0:
             own = _cut(kind, kind.tokens * 3 // 4)
-            found.setdefault(own.tokens, own)
-    return tuple(sorted(found.values(), key=lambda kind: (-kind.degree, -kind.tokens)))
+            by_tokens.setdefault(own.tokens, own)
+    return tuple(sorted(by_tokens.values(), key=lambda kind: (-kind.degree, -kind.tokens)))
 
 
 def kinds_worth_having(kinds: Sequence[GroupRow], devices: int, batches: Sequence[np.ndarray]) -> tuple[GroupRow, ...]:
     """Those of `kinds` that steps of `batches` (each ``[n]`` lengths) would use, the first one in any case."""
     spent_s = dict.fromkeys(kinds, 0.0)
     for batch in batches:
-        found = assign_groups(kinds, 0.0, devices, batch)
-        if found is not None:
-            for kind, work_s in zip(found.unlike, found.work_s, strict=True):
+        assignment = assign_groups(kinds, 0.0, devices, batch)
+        if assignment is not None:
+            for kind, work_s in zip(assignment.unlike, assignment.work_s, strict=True):
                 spent_s[kind] += kind.degree * float(work_s)
     total_s = sum(spent_s.values())
     used = sorted(kinds[1:], key=lambda kind: -spent_s[kind])[: _MOST_KINDS - 1]

@@ -31,14 +31,20 @@ _WORTH_NESTING = 0.02
 
 
 def assign_groups(
-    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, *, nests: bool = False
+    kinds: Sequence[GroupRow],
+    coupling_s: float,
+    devices: int,
+    tokens: np.ndarray,
+    *,
+    nests: bool = False,
+    below_s: float = math.inf,
 ) -> Assignment | None:
     """The best assignment found to groups of at least two of these kinds, whose degrees fall; rows of the first hold
     every sequence; `devices` are those of a pipeline stage, if there are any.
 
     With `nests`, devices may be in several groups, one after the other.
 
-    None: no such groups have as many devices.
+    None: no such groups have as many devices, or none were found with a step of less than `below_s` seconds.
     """
     lengths = tokens.astype(np.float64)
     work = np.array([
@@ -47,69 +53,83 @@ def assign_groups(
     ])  # fmt: skip
     degrees = np.array([each.degree for each in kinds])
     bound_s = devices_bound(work, degrees, devices)
+    limit_s = below_s - coupling_s
+    if bound_s >= limit_s:
+        return None
+    order = np.argsort(-tokens, kind="stable")
     best: Assignment | None = None
     spent = 0
     for counts in candidate_counts(work, degrees, devices):
         is_mixed = sum(count > 0 for count in counts) > 1 and int(np.dot(counts, degrees)) == devices
         if not is_mixed:
             continue
-        if best is not None and spent > _PLACED:
+        if limit_s < math.inf and spent > _PLACED:
             break
-        groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
-        placed, group, row, load = _pack(groups, tokens, math.inf if best is None else best.largest_s)
+        placed, group, row, load = _pack(kinds, counts, tokens, order, limit_s)
         spent += placed + _BEGUN
         if placed == len(tokens):
+            groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
             rows = int(row.max(initial=-1)) + 1
             own = np.array([each.degree for each in groups])
             best = Assignment(
                 tokens, group, row, own, rows, load, bound_s, False, RowCost(step_s=coupling_s), groups
             )  # fmt: skip
-    if nests and best is not None and best.largest_s > bound_s * (1 + _WORTH_NESTING):
-        return _nested(kinds, coupling_s, devices, best) or best
+            limit_s = best.largest_s
+    if nests and bound_s * (1 + _WORTH_NESTING) < limit_s < math.inf:
+        return _nested(kinds, coupling_s, devices, tokens, bound_s, limit_s) or best
     return best
 
 
-def _nested(kinds: Sequence[GroupRow], coupling_s: float, devices: int, other: Assignment) -> Assignment | None:
-    """Groups that overlap, of at least two kinds; None unless they have less work than `other`."""
+def _nested(
+    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
+) -> Assignment | None:
+    """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
     own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
-    found = nest_below(own, devices, other.lengths, other.bound_s, other.largest_s)
-    if found is None or (found.kind == found.kind[0]).all():
+    places = nest_below(own, devices, tokens, bound_s, limit_s)
+    if places is None or (places.kind == places.kind[0]).all():
         return None
-    numbers: list[int] = found.kind.tolist()
+    numbers: list[int] = places.kind.tolist()
     groups = tuple(kinds[number] for number in numbers)
     return Assignment(
-        other.lengths, found.group, found.row, np.array([kind.degree for kind in groups]),
-        int(found.row.max(initial=-1)) + 1, found.work_s, other.bound_s, False, RowCost(step_s=coupling_s), groups,
-        starts=tuple(found.start.tolist()), load_s=tuple(found.load_s.tolist()),
+        tokens, places.group, places.row, np.array([kind.degree for kind in groups]),
+        int(places.row.max(initial=-1)) + 1, places.work_s, bound_s, False, RowCost(step_s=coupling_s), groups,
+        starts=tuple(places.start.tolist()), load_s=tuple(places.load_s.tolist()),
     )  # fmt: skip
 
 
 def _pack(
-    groups: Sequence[GroupRow], tokens: np.ndarray, limit_s: float
+    kinds: Sequence[GroupRow], counts: Sequence[int], tokens: np.ndarray, order: np.ndarray, limit_s: float
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """How many sequences have a place, fewer than n where a group would take `limit_s` or longer; ``[n]`` groups,
-    ``[n]`` rows of them, ``[groups]`` seconds.
+    """Place sequences, in descending `order` of length, in so many groups of each kind.
+
+    Returns how many have a place, fewer than n where a group would take `limit_s` or longer; ``[n]`` groups, ``[n]``
+    rows of them, ``[groups]`` seconds.
     """
-    sizes = np.array([each.tokens for each in groups])
-    row_s = np.array([each.row_s for each in groups])
-    pair_s = np.array([each.pair_s for each in groups])
-    fill_s = np.array([each.fill_s for each in groups])
-    load, room = np.zeros(len(groups)), np.zeros(len(groups))
-    left: list[list[int]] = [[] for _ in groups]
+    sizes, row_s, pair_s, fill_s = (
+        np.repeat([getattr(kind, name) for kind in kinds], counts) for name in ("tokens", "row_s", "pair_s", "fill_s")
+    )
+    # Groups without a row have what it takes to fill them already; those with too short rows are never chosen.
+    load, room = np.full(len(sizes), np.inf), np.zeros(len(sizes))
+    closed = sorted({kind.tokens for kind in kinds})
+    left: list[list[int]] = [[] for _ in sizes]
     group, row = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
-    for placed, index in enumerate(np.argsort(-tokens, kind="stable")):
+    for placed, index in enumerate(order.tolist()):
         length = int(tokens[index])
-        done_s = load + pair_s * float(length) ** 2 + np.where(room < length, row_s, 0.0)
-        done_s += np.where(load > 0, 0.0, fill_s)
-        done_s[sizes < length] = np.inf
+        while closed and closed[-1] >= length:
+            opened: np.ndarray = sizes == closed.pop()
+            load[opened] = fill_s[opened]
+        done_s = (room < length) * row_s
+        done_s += load
+        done_s += pair_s * float(length) ** 2
         own = int(done_s.argmin())
         if done_s[own] >= limit_s:
             return placed, group, row, load
         load[own] = done_s[own]
+        rows = left[own]
         if room[own] < length:
-            left[own].append(groups[own].tokens)
-        place = min((size, at) for at, size in enumerate(left[own]) if size >= length)[1]
-        left[own][place] -= length
-        room[own] = max(left[own])
+            rows.append(int(sizes[own]))
+        place = min((size, at) for at, size in enumerate(rows) if size >= length)[1]
+        rows[place] -= length
+        room[own] = max(rows)
         group[index], row[index] = own, place
-    return len(tokens), group, row, load
+    return len(tokens), group, row, np.where([bool(rows) for rows in left], load, 0.0)

@@ -156,9 +156,9 @@ def _for_target(work: np.ndarray, degrees: np.ndarray, devices: int, target_s: f
     counts: list[int] = []
     spare_s = 0.0  # device seconds left in groups of larger degree
     for index, degree in enumerate(degrees):
-        asked_s = float(work[index][needed == index].sum()) * degree
-        groups = max(0, int(np.ceil((asked_s - spare_s) / (degree * target_s) - 1e-9)))
-        spare_s += groups * degree * target_s - asked_s
+        needed_s = float(work[index][needed == index].sum()) * degree
+        groups = max(0, int(np.ceil((needed_s - spare_s) / (degree * target_s) - 1e-9)))
+        spare_s += groups * degree * target_s - needed_s
         counts.append(groups)
     free = devices - int(np.dot(counts, degrees))
     if free < 0:
@@ -178,10 +178,10 @@ def _best_of_all(places: Places, packed: Packed, degrees: np.ndarray, devices: i
         other = Places(np.repeat(np.arange(len(degrees)), counts), 1, np.inf, places.tokens, places.work)
         # What is to be beaten is the best of any groups: `load` says no more of it than its maximum.
         start = Packed(packed.group, packed.row, packed.load, packed.left)
-        found, is_whole = improve_exactly(other, start)
+        improved, is_whole = improve_exactly(other, start)
         is_exact = is_exact and is_whole
-        if found is not start and found is not None:
-            places, packed = other, found
+        if improved is not start and improved is not None:
+            places, packed = other, improved
     return places, packed, is_exact
 
 

@@ -92,11 +92,11 @@ def nest_below(
     compared = len(tokens) * (_EACH + sum(devices // kind.degree for kind in kinds))
     for _ in range(min(_TRIALS, _COMPARED // max(1, compared))):
         target_s = (bound_s + limit_s) / 2
-        found = nest(kinds, devices, tokens, target_s)
-        if found is None:
+        places = nest(kinds, devices, tokens, target_s)
+        if places is None:
             bound_s = target_s
         else:
-            best, limit_s = found, found.largest_s
+            best, limit_s = places, places.largest_s
     return best
 
 
@@ -151,8 +151,8 @@ class _Filling:
             fits &= self.rows.reshape(-1, degree).max(axis=1) < self.most_rows
         else:
             fits &= room >= length
-        found = int(np.where(fits, load_s, -1.0).argmax())
-        return found if fits[found] else -1
+        group = int(np.where(fits, load_s, -1.0).argmax())
+        return group if fits[group] else -1
 
     def _put(self, index: int, kind: int, own: int, taken_s: float, *, is_new: bool) -> None:
         degree, left = self.kinds[kind].degree, self.left[kind][own]

@@ -1,6 +1,6 @@
 """Sequences into rows of groups, so that the group with the most work has as little as possible.
 
-That is scheduling on machines that are alike, or of several kinds, with room for so many tokens in each of their rows.
+That is scheduling on machines, equal or of several kinds, with room for so many tokens in each of their rows.
 It is hard in general; here the longest goes first to the group that would be done first (Graham's rule, at most a third
 above the least if nothing but work counts), then sequences move or change places while that helps.
 """
@@ -155,8 +155,8 @@ def even_out(places: Places, packed: Packed, bound_s: float) -> Packed:
 def _improve(places: Places, packed: Packed, heavy: int) -> bool:
     own = np.flatnonzero(packed.group == heavy)
     others = np.flatnonzero(packed.group != heavy)
-    found = min((_best_move(places, packed, own), *_swaps(places, packed, own, others)), key=lambda each: each[0])
-    largest_s, index, partner, target = found
+    change = min((_best_move(places, packed, own), *_swaps(places, packed, own, others)), key=lambda each: each[0])
+    largest_s, index, partner, target = change
     if largest_s >= packed.load[heavy] * (1 - 1e-12):
         return False
     if partner < 0:
@@ -202,12 +202,12 @@ def _swaps(places: Places, packed: Packed, own: np.ndarray, others: np.ndarray) 
     heavy = packed.group[own[0]]
     targets, tokens, kinds = packed.group[others], places.tokens[others], places.kind[packed.group[others]]
     room = packed.left[targets, packed.row[others]] + tokens
-    found: list[Change] = []
+    changes: list[Change] = []
     for index in own:
         here = packed.load[heavy] - places.work[places.kind[heavy], index] + places.work[places.kind[heavy], others]
         there = packed.load[targets] - places.work[kinds, others] + places.work[kinds, index]
         fits = (room >= places.tokens[index]) & (packed.left[heavy, packed.row[index]] + places.tokens[index] >= tokens)
         largest_s = np.where(fits, np.maximum(here, there), np.inf)
         best = int(largest_s.argmin())
-        found.append((float(largest_s[best]), int(index), int(others[best]), int(targets[best])))
-    return found
+        changes.append((float(largest_s[best]), int(index), int(others[best]), int(targets[best])))
+    return changes

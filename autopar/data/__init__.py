@@ -2,6 +2,7 @@
 
 from autopar.data.balanced import balanced
 from autopar.data.buckets import BucketSampler, nearest_bucket
+from autopar.data.encoder_rows import EncoderRows
 from autopar.data.loaders import shard_dataloader
 
-__all__ = ["BucketSampler", "balanced", "nearest_bucket", "shard_dataloader"]
+__all__ = ["BucketSampler", "EncoderRows", "balanced", "nearest_bucket", "shard_dataloader"]

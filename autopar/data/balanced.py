@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from autopar.balance import Assignment, BatchPlanner
+from autopar.balance import BatchPlanner
 from autopar.balance.costs import check_lengths
-from autopar.data.batch_rows import own_rows
 from autopar.data.buckets import EvenSteps
+from autopar.data.encoder_rows import EncoderRows, EncoderSharing
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
 from autopar.data.sequence_separation import check_separation
+from autopar.data.shares import CollateBatch, CollateShare, RowMaker, SamplesOfShare, Sharing, TakeShare
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
@@ -33,7 +33,7 @@ _END = -1  # what a rank says in place of a digest when its loader has ended
 _PADDING: Mapping[str, float] = {"input_ids": 0, "labels": -100}
 
 
-def balanced(
+def balanced(  # noqa: PLR0913  (what a user may say)
     loader: L,
     model: ParallelModule,
     *,
@@ -43,6 +43,7 @@ def balanced(
     shifts: str | Sequence[str] | None = None,
     padding: Mapping[str, float] | None = None,
     across_steps: int = 1,
+    encoder: EncoderRows | str | None = None,
 ) -> L:
     """The loader that gives this rank its share of the batches of `loader`, in rows of one length; every rank calls it.
 
@@ -68,6 +69,8 @@ def balanced(
             for ``labels``.
         across_steps: with `length_index`: the samples of so many batches are dealt out anew to as many steps, for like
             work in each.  Training then differs from that on one device by which samples a step has.
+        encoder: the entries of a sample that an encoder reads in rows of its own, such as ``"pixel_values"``, which are
+            balanced apart from the text: see `EncoderRows`.  `length` and `length_index` are those of the text.
 
     Returns:
         A loader of the same class, with ``set_epoch``, which passes the epoch on to sampler and dataset.
@@ -92,30 +95,69 @@ def balanced(
         )
     if packs:
         check_separation(model.program.source)
-    planner = BatchPlanner(model.plan, packs=packs)
-    shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
-    packing = RowPacking(
-        {**_PADDING, **(padding or {})}, "position_ids" if packs else "", "" if packs else "attention_mask",
-        shifted if packs else (),
-    )  # fmt: skip
-    share = _Share(planner, model.data_rank, model.data_parallel_size, inputs.rank)
+    images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None)
+    maker = _row_maker(padding or {}, shifts, images, packs=packs)
+    sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
     attributes["call_inputs"] = inputs
+    attributes["join_rows"] = dict.fromkeys(images.encoder.made, model.join_rows) if images else {}
     take = None
     if length_index is None:
         assert length is not None
-        made.collate_fn = _CollateShare(share, packing, length)
+        made.collate_fn = CollateBatch(sharing, maker, length)
     else:
         known = check_lengths(length_index, planner.longest, "a row of the plan", "sample {} of length_index")
-        attributes["dataset"] = _RowsOfSamples(given.dataset)
-        made.collate_fn = _CollateRows(packing, given.dataset)
-        take = _TakeShare(share, known)
+        attributes["dataset"] = SamplesOfShare(given.dataset)
+        made.collate_fn = CollateShare(maker, given.dataset)
+        take = TakeShare(sharing, known, images.known_lengths(len(known)) if images else ())
         if across_steps > 1:
             attributes["batch_sampler"] = EvenSteps(attributes["batch_sampler"], known, planner, across_steps)
     if not is_stream:
         attributes["batch_sampler"] = sampled(attributes["batch_sampler"], Draws(inputs, sampler), take)
     return made
+
+
+def _row_maker(
+    padding: Mapping[str, float], shifts: str | Sequence[str] | None, images: EncoderSharing | None, *, packs: bool
+) -> RowMaker:
+    shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
+    looked_up = {images.encoder.lookup: 0} if images and images.encoder.lookup else {}
+    packing = RowPacking(
+        {**_PADDING, **looked_up, **padding}, "position_ids" if packs else "", "" if packs else "attention_mask",
+        shifted if packs else (),
+    )  # fmt: skip
+    return RowMaker(packing, images)
+
+
+def _encoder_sharing(encoder: EncoderRows | None, model: ParallelModule, inputs: CallInputs) -> EncoderSharing | None:
+    """What distributes the rows of `encoder`, by the example inputs of `model`.
+
+    Raises:
+        LoaderError: it has no such inputs, or they come first.
+    """
+    if encoder is None:
+        return None
+    known = inputs.example_forms
+    missing = [name for name in (*encoder.made, encoder.lookup) if name and name not in known]
+    if missing:
+        raise LoaderError(
+            f"the encoder reads {missing}, but the example inputs of the model are {list(known)}: parallelize it with "
+            "rows of the encoder next to rows of text"
+        )
+    if next(iter(known)) in encoder.made:
+        raise LoaderError(
+            f"the rows of a batch are those of the first input of forward, here {next(iter(known))!r}, which is the "
+            "encoder's: let forward take an input of the text first"
+        )
+    forms = {name: known[name] for name in encoder.names}
+    if any(len(shape) < 2 for shape, _ in forms.values()):
+        raise LoaderError(f"inputs of an encoder are [rows, ...] with another dim, but the example has {forms}")
+    # The plan of the example may split the encoder over as many devices as divide the example's rows.
+    devices = math.gcd(next(iter(forms.values()))[0][0], model.plan.group_size)
+    ranks = model.data_parallel_size
+    return EncoderSharing(encoder, forms, model.data_rank, ranks, math.lcm(ranks, devices))
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:
@@ -140,139 +182,29 @@ def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_st
         raise LoaderError("the loader gives single samples (batch_size=None): balancing needs the samples of a batch")
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What one data-parallel rank passes of a batch."""
-
-    planner: BatchPlanner
-    rank: int
-    ranks: int
-    device: int  # this rank among all
-
-    def of(self, lengths: np.ndarray) -> tuple[Dealt, int, list[tuple[int, list[int]]]]:
-        """What is predicted of the whole assignment and a digest of it, the tokens that a row would have if this rank
-        has none, and its rows: of each its tokens, and the numbers of its sequences.
-        """
-        assignment = self.planner.assign(lengths)
-        digest = zlib.crc32(assignment.degrees.tobytes(), assignment.row_cost.tokens)
-        digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
-        digest = zlib.crc32(repr(assignment.starts).encode(), digest)
-        row = assignment.row_cost
-        alike_s = row.token_s * assignment.rows * row.tokens  # of rows, whatever is in them
-        mean_s = alike_s + assignment.mean_s
-        imbalance = (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0
-        dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)
-        if assignment.unlike:
-            own = assignment.groups_of(self.device % self.planner.devices_of_stage)
-            found = [(assignment.unlike[g].tokens, row) for g in own for row in assignment.rows_of(g) if row]
-            return dealt, assignment.unlike[own[0] if own else 0].tokens, found
-        return dealt, row.tokens, [(row.tokens, own) for own in rank_rows(assignment, self.rank, self.ranks)]
-
-
-def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
-    """The rows that part `rank` of `ranks` of the batch has, each the numbers of its sequences.
-
-    Ranks that compute rows are the groups of `assignment`, perhaps more or fewer than those that pass them.  A batch
-    of several microbatches is cut into these before groups share each of them out: the row that group g computes as
-    number j of microbatch m is the batch's row ``(m * groups + g) * at_once + j``.
-    """
-    groups = len(assignment.degrees)
-    at_once = assignment.at_once or assignment.rows
-    rows_of = [assignment.rows_of(group) for group in range(groups)]
-    found: list[list[int]] = []
-    own = own_rows(groups * assignment.rows, rank, ranks)
-    for place in range(own.start, own.stop):
-        microbatch, inside = divmod(place, groups * at_once)
-        group, number = divmod(inside, at_once)
-        found.append(rows_of[group][microbatch * at_once + number])
-    return found
-
-
-class _Row(NamedTuple):
-    """What stands for an index where a dataset is asked for a row of samples."""
-
-    dealt: Dealt
-    tokens: int
-    indices: list[int] | None  # None: this rank has no rows
-
-
-@dataclass(frozen=True)
-class _TakeShare:
-    """The indices of a batch -> this rank's rows of them."""
-
-    share: _Share
-    lengths: np.ndarray
-
-    def __call__(self, indices: Sequence[int]) -> list[_Row]:
-        dealt, tokens, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
-        dealt = dealt._replace(digest=zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes(), dealt.digest))
-        own = [_Row(dealt, length, [indices[number] for number in row]) for length, row in rows]
-        return own or [_Row(dealt, tokens, None)]
-
-
-class _RowsOfSamples:
-    """A dataset whose entries are rows of samples of `base`."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __getitem__(self, row: _Row) -> tuple[_Row, list[Any]]:
-        return row, [self.base[index] for index in row.indices or ()]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("base", "__getitems__", "__setstate__"):  # before unpickling; whole batches of single samples
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
-
-@dataclass(frozen=True)
-class _CollateRows:
-    """Rows of samples that were read -> their digest and the batch."""
-
-    packing: RowPacking
-    dataset: Any
-
-    def __call__(self, items: Sequence[tuple[_Row, list[Any]]]) -> tuple[Dealt, dict[str, Tensor]]:
-        dealt = items[0][0].dealt
-        rows = [samples for row, samples in items if row.indices is not None]
-        like = next((sample for row in rows for sample in row), None)
-        tokens = [row.tokens for row, _ in items]
-        return dealt, self.packing.jagged(rows, tokens, self.dataset[0] if like is None else like)
-
-
-@dataclass(frozen=True)
-class _CollateShare:
-    """All samples of a batch -> the digest and this rank's share of them."""
-
-    share: _Share
-    packing: RowPacking
-    length: Callable[[Any], int]
-
-    def __call__(self, samples: Sequence[Any]) -> tuple[Dealt, dict[str, Tensor]]:
-        dealt, tokens, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
-        own = [[samples[number] for number in row] for _, row in rows]
-        return dealt, self.packing.jagged(own, [length for length, _ in rows] or [tokens], samples[0])
-
-
 class _Balanced(WithEpochs):
     """What the class of a balanced loader has in addition."""
 
     call_inputs: CallInputs
+    join_rows: Mapping[str, Callable[[Tensor], Tensor]]
 
     def __iter__(self) -> Iterator[Any]:
         base: Any = super()
-        return _Compared(base.__iter__(), self.call_inputs)
+        return _Compared(base.__iter__(), self.call_inputs, self.join_rows)
 
 
 class _Compared:
     """Batches of a loader, of which all ranks are to have their shares."""
 
-    def __init__(self, base: Iterator[tuple[Dealt, Any]], inputs: CallInputs) -> None:
+    def __init__(
+        self,
+        base: Iterator[tuple[Dealt, Any]],
+        inputs: CallInputs,
+        join_rows: Mapping[str, Callable[[Tensor], Tensor]],
+    ) -> None:
         self._base = base
         self._inputs = inputs
+        self._join_rows = join_rows
         self._number = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -280,11 +212,14 @@ class _Compared:
 
     def __next__(self) -> Any:
         failed: Exception | None = None
-        dealt, batch = Dealt(_END), None
+        dealt = Dealt(_END)
+        batch: dict[str, Tensor] = {}
         try:
             dealt, batch = next(self._base)
         except StopIteration:
             pass
+        except LengthError as error:
+            failed = LengthError(f"batch {self._number + 1} of a balanced loader: {error}")
         except Exception as error:  # noqa: BLE001  (raised below, where other ranks hear of it)
             failed = error
 
@@ -295,14 +230,14 @@ class _Compared:
 
         known = [digest for (digest,) in self._inputs.numbers_of_ranks("batch {} of a balanced loader", find)]
         self._number += 1
-        _check_alike(known, self._number)
+        _check_same_batch(known, self._number)
         if dealt.digest == _END:
             raise StopIteration
         self._inputs.dealt = dealt
-        return batch
+        return {**batch, **{name: join(batch[name]) for name, join in self._join_rows.items()}}
 
 
-def _check_alike(digests: Sequence[int], number: int) -> None:
+def _check_same_batch(digests: Sequence[int], number: int) -> None:
     """Raise on every rank unless all ranks share out the same batch."""
     if len(set(digests)) == 1:
         return

@@ -93,18 +93,27 @@ class RowPacking:
                 batch[name][row, start] = self.padding[name]
         return stop
 
-    def _read(self, sample: Any) -> dict[str, Tensor]:
+    def as_mapping(self, sample: Any) -> Mapping[str, Any]:
+        """The entries of a sample, without the mask of a tokenizer.
+
+        Raises:
+            LoaderError: it is no mapping, or padded.
+        """
         if not isinstance(sample, Mapping):
             raise LoaderError(
                 f"a balanced loader makes rows of samples that are mappings, such as {{'input_ids': ..., 'labels': "
                 f"...}}, but the data set gives a {type(sample).__name__}"
             )
-        given = _without_mask(cast("Mapping[str, Any]", sample), self.padding)
+        return _without_mask(cast("Mapping[str, Any]", sample), self.padding)
+
+    def _read(self, sample: Any) -> dict[str, Tensor]:
+        given = self.as_mapping(sample)
         unknown = sorted(set(given) - set(self.padding))
         if unknown or not given:
             raise LoaderError(
                 f"samples have the entries {sorted(given)}, but nothing says what {unknown} have in places without a "
-                f"token: leave them out of the samples, or pass balanced(..., padding={{{unknown[0]!r}: 0, ...}})"
+                f"token: leave them out of the samples, or pass balanced(..., padding={{{unknown[0]!r}: 0, ...}}). For "
+                f"images beside text pass balanced(..., encoder={unknown[0]!r}) if an encoder reads it"
                 if unknown
                 else "a sample has no entries"
             )
@@ -113,7 +122,8 @@ class RowPacking:
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise LoaderError(
                 f"the entries of a sample have one length, which is its number of tokens, but here {sizes} "
-                "(0: no dim, or an empty one)"
+                "(0: no dim, or an empty one). For images beside text pass balanced(..., encoder=) with the entries "
+                "that an encoder reads"
             )
         return tensors
 

@@ -40,8 +40,9 @@ def check_read_values(traced: Traced, *, is_local: bool) -> Traced:
     if is_local and traced.read_values:
         raise TraceError(
             f"forward reads the values of {list(traced.read_values)} in Python, which are those of the whole batch on "
-            "one device. With inputs='local' a rank has those of its own rows only: leave inputs='local' out, and "
-            "pass the whole batch on every rank"
+            "one device. With inputs='local' a rank has those of its own rows only, so autopar.balanced can't be used: "
+            "leave inputs='local' out, and pass the whole batch on every rank. Each set of values is planned when it "
+            "first comes; autopar.data.BucketSampler gives batches whose samples have one size, of which there are few"
         )
     return traced
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -111,3 +112,29 @@ def test_a_report_follows_groups_of_unlike_size() -> None:
     assert len({report.balance.measured for report in reports if report.balance is not None}) == 1
     # Half of the ranks wait in one of the steps.
     assert all(report.balance is not None and report.balance.measured > 1.4 for report in reports)
+
+
+@pytest.mark.slow
+def test_a_report_follows_ranks_in_several_groups() -> None:
+    found = family(small_llama(), 4, [(2, "sequence=2"), (1, "")], "data=4 zero=1")
+    groups = (GroupRow(2, TOKENS, 2.0, 0.0), GroupRow(1, TOKENS // 2, 1.0, 0.0))
+    row = replace(found.plan.prediction.row, step_s=100.0)
+    expected = LengthPrediction(plans=(LengthPlan(row),), groups=groups, coupling_s=0.5, nests=True)
+    found = replace(found, plan=replace(found.plan, prediction=replace(found.plan.prediction, lengths=expected)))
+
+    def rank(talk: Communicator) -> tuple[StepReport, list[int]]:
+        made = found.build(talk)
+        loader = DataLoader(Documents([TOKENS, *[8] * 8]), batch_size=9)
+        (batch,) = autopar.balanced(loader, made, length=size, shifts="labels")
+        rows = [len(row) for row in batch["input_ids"].unbind()]
+        return made.report(lambda: loss_of(made(**batch)).backward(), steps=2), rows
+
+    for number, (report, rows) in enumerate(simulate(4, rank)):
+        assert rows == ([16, 8] if number < 2 else [8, 8, 8])
+        assert report.balance is not None
+        assert report.balance.runs_as == ("groups of 1 x 2 (16), then 4 x 1 (8)",) * 2
+        forwards = [e for e in report.measured.events if e.stream == "compute" and e.category == "forward"]
+        counts = {layer: sum(e.layer == layer for e in forwards) for layer in {e.layer for e in forwards}}
+        assert set(counts.values()) == {len(rows)}  # every layer ran once for each row, whichever group's
+        ordered = sorted(forwards, key=lambda e: e.start_s)
+        assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(ordered))

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.balance import BatchPlanner
-from autopar.data.balanced import rank_rows
+from autopar.data.shares import rank_rows
 from autopar.errors import LengthError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
@@ -208,7 +208,7 @@ def test_a_rank_passes_rows_that_others_compute_in_microbatches() -> None:
         ({"length": size, "shifts": None}, "shifts='labels'"),
         ({"length_index": LENGTHS[:-1]}, "22 lengths, but the dataset has 23"),
         ({"length_index": [*LENGTHS[:-1], 17]}, "sample 22 of length_index has 17 tokens, more than a row"),
-        ({"length": lambda _: 0}, "length 0"),
+        ({"length": lambda _: 0}, "batch 1 of a balanced loader: sequence 0 of the batch has length 0"),
         ({"length": lambda _: 40}, "40 tokens, more than a row of the plan holds \\(16\\)"),
         ({"length": lambda _: 1}, "doesn't fit"),
     ],

@@ -1,24 +1,29 @@
-"""Images beside text: rows of the encoder are shared out by lengths of images, rows of the decoder by those of text."""
+"""Images beside text: rows of the encoder are assigned by lengths of images, rows of the decoder by those of text."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
 
 import autopar
-from autopar.balance import BatchPlanner
+from autopar.data import EncoderRows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.plan.prediction import RowCost
+from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import keep_double_program, run_single
-from tests.balance.assignments import plan_of
 from tests.lower.runs import build, loss_of
+from tests.ranks import run_ranks
 from tests.zoo import quick_prices
 
 WIDTH, PIXELS, WORDS = 16, 6, 32
@@ -60,7 +65,7 @@ class Captioner(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(
-        self, patches: Tensor, patch_ids: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor, seen: Tensor
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, seen: Tensor, patches: Tensor, patch_ids: Tensor
     ) -> Tensor:
         """`seen`: which of all patches of the batch is at a place of the text, 0 where it is a word."""
         images = self.see(self.patch(patches), (patch_ids == 0).cumsum(1)).flatten(0, 1)
@@ -70,67 +75,50 @@ class Captioner(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
-class Sample(NamedTuple):
-    """Patches of an image (perhaps none), and the words after it."""
+class Captions(Dataset[dict[str, Any]]):
+    """Samples of a number of words after images of so many patches each."""
 
-    patches: Tensor
-    words: Tensor
+    def __init__(self, sizes: list[tuple[list[int], int]]) -> None:
+        self.images = [images for images, _ in sizes]
+        self.words = [words for _, words in sizes]
+        self.lengths = [sum(images) + words for images, words in sizes]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = torch.Generator().manual_seed(index)
+        count, words = sum(self.images[index]), self.words[index]
+        ids = torch.cat([torch.zeros(count, dtype=torch.int64), torch.randint(1, WORDS, (words,), generator=random)])
+        seen = torch.cat([torch.arange(count), torch.zeros(words, dtype=torch.int64)])
+        patches = [torch.randn(n, PIXELS, generator=random).double() for n in self.images[index]]
+        return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100), "seen": seen, "patches": patches}
 
 
-def samples_of(sizes: list[tuple[int, int]]) -> list[Sample]:
-    random = torch.Generator().manual_seed(0)
-    return [
-        Sample(torch.randn(n, PIXELS, generator=random).double(), torch.randint(1, WORDS, (m,), generator=random))
-        for n, m in sizes
-    ]
-
-
-def batch_of(samples: list[Sample], ranks: int) -> dict[str, Tensor]:
-    """Rows of patches and rows of text, each shared out among `ranks` by their own lengths."""
-    images = BatchPlanner(plan_of(RowCost(ranks, 1, PATCHES, 1.0, 0.1), ranks))
-    text = BatchPlanner(plan_of(RowCost(ranks, 1, TOKENS, 1.0, 0.1), ranks))
-    own = [number for number, sample in enumerate(samples) if len(sample.patches)]
-    of_images = images.assign([len(samples[number].patches) for number in own])
-    of_text = text.assign([len(sample.patches) + len(sample.words) for sample in samples])
-    patches = torch.zeros(ranks * of_images.rows, PATCHES, PIXELS).double()
-    patch_ids = torch.zeros(len(patches), PATCHES, dtype=torch.int64)
-    first: dict[int, int] = {}  # of each sample, the number of its first patch
-    for number, row in enumerate(row for group in range(ranks) for row in of_images.rows_of(group)):
-        start = 0
-        for sample in (own[place] for place in row):
-            stop = start + len(samples[sample].patches)
-            patches[number, start:stop] = samples[sample].patches
-            patch_ids[number, start:stop] = torch.arange(stop - start)
-            first[sample] = number * PATCHES + start
-            start = stop
-    rows = ranks * of_text.rows
-    ids, positions, seen = (torch.zeros(rows, TOKENS, dtype=torch.int64) for _ in range(3))
-    labels = torch.full((rows, TOKENS), -100)
-    for number, row in enumerate(row for group in range(ranks) for row in of_text.rows_of(group)):
-        start = 0
-        for sample in row:
-            count, words = len(samples[sample].patches), samples[sample].words
-            stop = start + count + len(words)
-            positions[number, start:stop] = torch.arange(stop - start)
-            seen[number, start : start + count] = first.get(sample, 0) + torch.arange(count)
-            ids[number, start + count : stop] = labels[number, start + count : stop] = words
-            labels[number, start] = -100  # the model moves labels by a place
-            start = stop
-    return {"patches": patches, "patch_ids": patch_ids, "input_ids": ids, "labels": labels,
-            "position_ids": positions, "seen": seen}  # fmt: skip
+def alone(sample: dict[str, Any]) -> dict[str, Tensor]:
+    """A sample as the only one of a batch, each image in a row of its own."""
+    patches = nn.utils.rnn.pad_sequence([*sample["patches"], torch.zeros(PATCHES, PIXELS).double()], batch_first=True)
+    patch_ids = torch.zeros(patches.shape[:2], dtype=torch.int64)
+    for row, image in zip(patch_ids, sample["patches"], strict=False):
+        row[: len(image)] = torch.arange(len(image))
+    places = torch.cat([PATCHES * row + torch.arange(len(image)) for row, image in enumerate(sample["patches"])]
+                       or [torch.zeros(1, dtype=torch.int64)])  # fmt: skip
+    text = {name: sample[name][None] for name in ("input_ids", "labels")}
+    return {**text, "position_ids": torch.arange(len(sample["seen"]))[None], "seen": places[sample["seen"]][None],
+            "patches": patches, "patch_ids": patch_ids}  # fmt: skip
 
 
 class Alone(nn.Module):
     """The mean loss over all predicted words of samples, each of which runs alone."""
 
-    def __init__(self, model: nn.Module, samples: list[Sample]) -> None:
+    def __init__(self, model: nn.Module, samples: list[dict[str, Any]]) -> None:
         super().__init__()
         self.model, self.samples = model, samples
 
     def forward(self, x: Tensor) -> Tensor:
         total, counted = x.sum(), 0
         for sample in self.samples:
-            batch = batch_of([sample], 1)
+            batch = alone(sample)
             count = int((batch["labels"][:, 1:] != -100).sum())
             if count:
                 total, counted = total + count * self.model(**batch), counted + count
@@ -150,30 +138,109 @@ class Normed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# A step as they come: images and text of many lengths, so that who has long text does not have large images.
-SIZES = [(12, 2), (1, 9), (2, 14), (6, 3), (0, 7), (4, 1), (5, 4), (0, 1), (3, 11), (7, 2)]
+# A step as samples come: images and text of many lengths, so that who has long text does not have large images.
+SIZES = [([12], 2), ([1], 9), ([2], 14), ([4, 2], 3), ([], 7), ([4], 1), ([1, 3, 1], 4), ([], 1), ([3], 11), ([7], 2)]
+ENCODER: dict[str, Any] = {"lookup": "seen", "positions": "patch_ids"}
 
 
-@pytest.mark.parametrize("asked", ["data=2", pytest.param("data=2 zero=3", marks=pytest.mark.slow)])
-def test_an_encoder_has_rows_of_its_own(asked: str) -> None:
-    model, samples = Captioner().double(), samples_of(SIZES)
-    batch = batch_of(samples, 2)
-    assert len(batch["patches"]) != len(batch["input_ids"])
-    traced = keep_double_program(autopar.api.trace_model(model, batch))
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=tuple(asked.split())))
-    alone = run_single(Alone(model, samples), {"x": torch.zeros(1).double()}, 1, in_double=True)
+def example(patch_rows: int = 4, rows: int = 8) -> dict[str, Tensor]:
+    zeros = torch.zeros(rows, TOKENS, dtype=torch.int64)
+    return {"input_ids": zeros, "labels": zeros, "position_ids": torch.arange(TOKENS).repeat(rows, 1), "seen": zeros,
+            "patches": torch.zeros(patch_rows, PATCHES, PIXELS).double(),
+            "patch_ids": torch.arange(PATCHES).repeat(patch_rows, 1)}  # fmt: skip
 
-    def rank(talk: Communicator) -> tuple[float, dict[str, Tensor], set[torch.Size]]:
+
+@cache
+def traced_captioner() -> tuple[Captioner, Any]:
+    model = Captioner().double()
+    return model, keep_double_program(autopar.api.trace_model(model, example()))
+
+
+def on_ranks(asked: str, world: int, act: Callable[[Any], Any]) -> list[Any]:
+    """`act` of the parallel model on each of so many ranks."""
+    model, traced = traced_captioner()
+    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
+
+    def rank(talk: Communicator) -> Any:
         made: Any = build(model, traced, plan, talk)
+        made.call_inputs = call_inputs(model, example(), traced.program, made.data_split, talk, is_local=True)
+        return act(made)
+
+    return simulate(world, rank)
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize(
+    "asked", [pytest.param("data=2", id="data"), pytest.param("data=2 zero=3", marks=pytest.mark.slow, id="zero")]
+)
+def test_an_encoder_has_rows_of_its_own(asked: str, is_indexed: bool) -> None:
+    captions = Captions(SIZES)
+    single = run_single(Alone(traced_captioner()[0], list(captions)), {"x": torch.zeros(1).double()}, 1, in_double=True)
+
+    def step(made: Any) -> Any:
+        loader: Any = DataLoader(captions, batch_size=len(captions))
+        if is_indexed:
+            encoder = EncoderRows("patches", **ENCODER, lengths=captions.images)
+            loader = autopar.balanced(loader, made, length_index=captions.lengths, shifts="labels", encoder=encoder)
+        else:
+            encoder = EncoderRows("patches", **ENCODER)
+            loader = autopar.balanced(
+                loader, made, length=lambda sample: len(sample["seen"]), shifts="labels", encoder=encoder
+            )
+        (batch,) = loader
         with Normed() as normed:
             loss = loss_of(made(**batch))
         loss.backward()
-        return loss.item(), {name: made._whole(name, p.grad) for name, p in made.named_parameters()}, normed.shapes
+        rows = [len(batch["patches"].to_local()), len(batch["input_ids"])]
+        return (
+            rows,
+            loss.item(),
+            {name: made._whole(name, p.grad) for name, p in made.named_parameters()},
+            normed.shapes,
+        )
 
-    largest = max(float(x.abs().max()) for x in alone.gradients.values())
-    rows = {torch.Size((len(batch[name]) // 2, *batch[name].shape[1:2], WIDTH)) for name in ("patches", "input_ids")}
-    for loss, gradients, shapes in simulate(2, rank):
-        assert shapes == rows  # each rank computes its share of the rows of both
-        assert loss == pytest.approx(alone.losses[0], rel=1e-12)
-        for name, x in alone.gradients.items():
+    largest = max(float(x.abs().max()) for x in single.gradients.values())
+    for rows, loss, gradients, shapes in on_ranks(asked, 2, step):
+        assert rows == [2, 4]  # of 40 patches, and 94 tokens
+        assert shapes == {torch.Size((2, PATCHES, WIDTH)), torch.Size((4, TOKENS, WIDTH))}  # each computes its own
+        assert loss == pytest.approx(single.losses[0], rel=1e-12)
+        for name, x in single.gradients.items():
             torch.testing.assert_close(gradients[name.removeprefix("model.")], x, rtol=0, atol=1e-9 * largest)
+
+
+def train(constraint: str, epochs: int) -> list[float]:
+    """The losses of this rank: batches of five samples, and AdamW."""
+    made: Any = autopar.parallelize(
+        Captioner().double(), init_device_mesh("cpu", (dist.get_world_size(),)), example(), inputs="local",
+        constraints=constraint.split(), profile=False,
+    )  # fmt: skip
+    captions = Captions(SIZES)
+    loader = autopar.balanced(
+        DataLoader(captions, batch_size=5), made, length_index=captions.lengths, shifts="labels",
+        encoder=EncoderRows("patches", **ENCODER, lengths=captions.images),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    losses: list[float] = []
+    for batch in (batch for _ in range(epochs) for batch in loader):
+        optimizer.zero_grad()
+        loss = made(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "asked"), [(2, "data=2"), (4, "data=2 tensor=2"), (4, "data=2 pipeline=2")])
+def test_processes_train_with_images_apart_from_their_text(world: int, asked: str) -> None:
+    model, captions = Captioner().double(), list(Captions(SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected: list[float] = []
+    for part in (captions[:5], captions[5:]) * 3:
+        optimizer.zero_grad()
+        loss = Alone(model, part)(torch.zeros(1).double())
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in run_ranks(train, world, asked, 3):
+        assert losses == pytest.approx(expected, rel=1e-12)

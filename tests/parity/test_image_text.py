@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     CLIPVisionConfig,
@@ -16,9 +16,11 @@ from transformers import (
 )
 
 import autopar
+from autopar.data import EncoderRows
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.caller_inputs import call_inputs
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
@@ -83,22 +85,104 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
 
 
 class Captions(Dataset[dict[str, Tensor]]):
+    """Text of several lengths after several images."""
+
+    images, words = (2, 0, 1, 1), (3, 9, 1, 7)
+
     def __len__(self) -> int:
-        return 2
+        return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: x if name == "pixel_values" else x[0] for name, x in batch_of([index + 1]).items()}
+        random = torch.Generator().manual_seed(index)
+        count = self.images[index]
+        words = torch.randint(0, IMAGE, (self.words[index],), generator=random)
+        ids = torch.cat([torch.full((count * PLACES,), IMAGE), words])
+        pixels = torch.randn(count, 3, 4, 4, generator=random, dtype=torch.float64)
+        return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": pixels}
 
 
-def test_a_balanced_loader_refuses_samples_with_images() -> None:
-    def act(talk: Communicator) -> None:
+class Alone(nn.Module):
+    """The mean loss over all predicted words of captions, each of which runs alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, counted = x.sum(), 0
+        for sample in (Captions()[index] for index in range(len(Captions()))):
+            count = int((sample["labels"][1:] != -100).sum())
+            batch = {name: x if name == "pixel_values" else x[None] for name, x in sample.items() if len(x)}
+            total, counted = total + count * loss_of(self.model(**batch)), counted + count
+        return total / counted
+
+
+def size(sample: dict[str, Tensor]) -> int:
+    return len(sample["input_ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["data=2", "tensor=2"])
+def test_a_balanced_loader_distributes_images_apart_from_their_text(asked: str) -> None:
+    skip_before_transformers_5("LLaVA counts what a boolean mask selects")
+    model = small_llava()
+    example = {**batch_of([1, 2, 1, 2]), "position_ids": torch.arange(TOKENS).repeat(4, 1)}
+    del example["attention_mask"]
+    traced = keep_double_program(autopar.api.trace_model(model, example))
+    plan = forced_plan(traced.program, 2, asked)
+    fewer = {**example, "pixel_values": torch.zeros(4, 3, 4, 4, dtype=torch.float64)}
+    planner = planner_for(model, traced, plan, [fewer], keep_double_program, training=True)
+    single = run_single(Alone(model), {"x": torch.zeros(1).double()}, 1, in_double=True)
+
+    def rank(talk: Communicator) -> Any:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        (batch,) = autopar.balanced(
+            DataLoader(Captions(), batch_size=4), made, length=size, shifts="labels", encoder="pixel_values"
+        )
+        loss = loss_of(made(**batch))
+        loss.backward()
+        gradients = {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+        return len(batch["pixel_values"].to_local()) * made.data_parallel_size, loss.item(), gradients
+
+    largest = max(float(x.abs().max()) for x in single.gradients.values())
+    for images, loss, gradients in simulate(2, rank):
+        assert images == 4
+        assert loss == pytest.approx(single.losses[0], rel=1e-12)
+        for name, x in gradients.items():
+            torch.testing.assert_close(x, single.gradients[f"model.{name}"], rtol=0, atol=1e-9 * largest)
+
+
+def loaded(**arguments: Any) -> Any:
+    """The first batch of captions on two ranks, for a model that takes images of this shape."""
+
+    def act(talk: Communicator) -> Any:
         model: Any = FakeModel(talk)
         model.plan = plan_of(ROW)
-        padding = {"pixel_values": 0, "attention_mask": 0}
-        loader = autopar.balanced(
-            DataLoader(Captions(), batch_size=2), model, length=lambda _: TOKENS, shifts="labels", padding=padding
-        )  # fmt: skip
-        with pytest.raises(LoaderError, match="the entries of a sample have one length"):
-            next(iter(loader))
+        model.call_inputs.example_forms = {
+            "input_ids": ((2, TOKENS), torch.int64), "pixel_values": ((2, 3, 4, 4), torch.float64)
+        }  # fmt: skip
+        given: dict[str, Any] = {"length": size, "shifts": "labels", **arguments}
+        return next(iter(autopar.balanced(DataLoader(Captions(), batch_size=4), model, **given)))
 
-    simulate(2, act)
+    return simulate(2, act)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"pass balanced\(..., encoder='pixel_values'\) if an encoder reads it"),
+        ({"padding": {"pixel_values": 0}}, "the entries of a sample have one length"),
+        ({"encoder": "pixels"}, r"reads \['pixels'\], but the example inputs of the model are \['input_ids', 'pixel_"),
+        ({"encoder": "input_ids"}, "let forward take an input of the text first"),
+        ({"encoder": "pixel_values", "length": None, "length_index": [9] * 4}, r"pass EncoderRows\(..., lengths=\)"),
+        (
+            {"encoder": EncoderRows("pixel_values", lengths=(2, 0, 1, 2)), "length": None,
+             "length_index": [11, 9, 5, 11]},
+            r"has images of \[1, 1\] places, but they are \[1\]",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_images_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoaderError, match=message):
+        loaded(**arguments)

@@ -108,6 +108,10 @@ def test_loading_torch_would_be_seen():
 def test_public_names_load_on_first_use():
     assert {"Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"} <= set(autopar.__all__)
     assert "autopar.plan" in modules_loaded_by("import autopar; autopar.Plan")
+    loaded = modules_loaded_by("import autopar; autopar.balance.Lengths; autopar.errors.LengthError")
+    assert "autopar.balance" in loaded
+    assert "torch" not in loaded
+    assert "autopar.data" in modules_loaded_by("import autopar; autopar.data.EncoderRows")
     assert "torch" not in modules_loaded_by("import autopar; autopar.Plan; autopar.Cluster; autopar.register_rule")
 
 

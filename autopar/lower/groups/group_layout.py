@@ -54,7 +54,7 @@ def read_groups(
                 f"of {_listed(degrees)} tokens they pass {list(rows[first])} and {list(counts)}: pass the batches that "
                 "autopar.balanced gives"
             )
-    found: dict[int, tuple[Group, ...]] = {}
+    by_tokens: dict[int, tuple[Group, ...]] = {}
     for kind, (tokens, degree) in enumerate(degrees.items()):
         groups: list[Group] = []
         for start in range(0, ranks_of_stage, degree):
@@ -67,8 +67,8 @@ def read_groups(
                 )
             if any(own):
                 groups.append(Group(start, degree, stages, ranks_of_stage))
-        found[tokens] = tuple(groups)
-    return found
+        by_tokens[tokens] = tuple(groups)
+    return by_tokens
 
 
 def count_rows(tokens: Sequence[int], degrees: Mapping[int, int]) -> list[int]:

@@ -31,13 +31,13 @@ class GroupParts:
     def fill(self, whole: Iterable[tuple[str, Tensor]], trained: frozenset[str]) -> None:
         """Give the programs their parts of the parameters, which come whole, and compute what is hoisted."""
         for name, tensor in whole:
-            held: dict[object, nn.Parameter] = {}
+            copies: dict[object, nn.Parameter] = {}
             for program in self._programs:
                 steps = program.parts.get(name, ())
-                if steps not in held:
+                if steps not in copies:
                     part = apply_forward(tensor, steps, self._communicator)
-                    held[steps] = nn.Parameter(part, requires_grad=name in trained)
-                program.put(name, held[steps])
+                    copies[steps] = nn.Parameter(part, requires_grad=name in trained)
+                program.put(name, copies[steps])
         for program in self._programs:
             program.executor.begin_step()
 

@@ -132,7 +132,7 @@ class GroupProgram:
         if executor.stages.group_of(name) != executor.stages.group:
             return None
         losses = [
-            found[name].detach().double() * weight for found, weight in zip(step.values.outputs, weights, strict=True)
+            values[name].detach().double() * weight for values, weight in zip(step.values.outputs, weights, strict=True)
         ]
         return torch.stack(losses).sum()
 

@@ -198,8 +198,8 @@ class GroupSteps:
         assert coupling is not None
         trained = coupling.trained
         seed = agree_base_seed(talk) if any(program.is_random for program in self._programs.values()) else 0
-        held = GroupParts([part.program for part in parts], talk)
-        held.fill(coupling.gather(), frozenset(trained))
+        group_parts = GroupParts([part.program for part in parts], talk)
+        group_parts.fill(coupling.gather(), frozenset(trained))
         # One device divides by 0 as well where no target counts.
         loss = torch.full((), 0.0 if total else math.nan, dtype=torch.float64, device=talk.device)
         for group, program, all_rows in parts:
@@ -208,11 +208,11 @@ class GroupSteps:
                 continue
             weights = [row.targets / total for row in rows]
             own_seed = derive_seed(seed, group.start, group.degree)
-            own = program.run([row.tensors for row in rows], weights, own_seed, held.gradients)
+            own = program.run([row.tensors for row in rows], weights, own_seed, group_parts.gradients)
             if own is not None and talk.rank % self._first.executable.plan.group_size == group.start:
                 loss = loss + own
-        held.free()
-        gradients = coupling.reduce(held.take_term)
+        group_parts.free()
+        gradients = coupling.reduce(group_parts.take_term)
         loss = talk.all_reduce(loss, Axis(talk.world_size, 1))
         return self._outputs(loss, gradients)
 

@@ -27,7 +27,9 @@ __all__ = ["report_steps"]
 
 @dataclass(frozen=True)
 class _Measured:
-    """A step, the executor that ran it on this rank, and its batch if a balanced loader gave it."""
+    """A step, the executor that ran it on this rank (of several groups, that of the largest), and its batch if a
+    balanced loader gave it.
+    """
 
     executor: Executor
     timeline: StepTimeline
@@ -102,13 +104,16 @@ class _Following:
 
     def measure(self) -> _Measured | Dealt | None:
         """A step; what was assigned, or None, where it can't be told which plan ran it: one that was made in it, or
-        several.
+        several, but for those of the groups of one step.
         """
         watches, ran = self._run(nullcontext)
         dealt = None if self._inputs is None else self._inputs.dealt
-        if len(ran) != 1 or ran[0] not in watches:
+        grouped = () if self._groups is None else self._groups.executors
+        is_known = len(ran) == 1 or all(executor in grouped for executor in ran)
+        if not ran or not is_known or any(executor not in watches for executor in ran):
             return dealt
-        return _Measured(ran[0], watches[ran[0]].read(), dealt)
+        joined = watches[ran[0]].joined([watches[executor] for executor in ran[1:]])
+        return dealt if joined is None else _Measured(ran[0], joined.read(), dealt)
 
     def measure_by(self, executor: Executor) -> StepTimeline:
         """A step of this executor."""

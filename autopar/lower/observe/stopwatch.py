@@ -105,6 +105,16 @@ class Stopwatch:
         self._layers = list(layers)
         self._marks: list[_Mark] = []
 
+    def joined(self, others: Sequence[Stopwatch]) -> Stopwatch | None:
+        """One of all layers that this one and `others` have measured in the step; None if their layers have other
+        names.
+        """
+        if any(other._layers != self._layers for other in others):
+            return None
+        made = Stopwatch(self._clock, self._group, self._layers)
+        made._marks = sorted((mark for each in (self, *others) for mark in each._marks), key=lambda mark: mark.order)
+        return made
+
     def forward(self, layer: int, microbatch: int) -> None:
         """Layer `layer` begins to compute forward."""
         self._mark("forward", layer, microbatch)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from autopar.lower.communication.digests import digest_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.communication.sharded_rows import ShardedRows, Spans, dtensor_spans
-from autopar.lower.compat import leaves_of
+from autopar.lower.compat import from_torch_placement, leaves_of
 from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
@@ -110,6 +110,7 @@ class CallInputs:
     Attributes:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
+        example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class CallInputs:
         self._communicator = communicator
         self._split = split
         self.is_local = example is not None
-        self._has_rows: dict[str, bool] = {}
+        self.example_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if example is not None:
-            self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
+            self.example_forms = {name: (tuple(x.shape), x.dtype) for name, x in open_call(*example).named.items()}
+        self._has_rows = {name: shape[:1] == (rows,) for name, (shape, _) in self.example_forms.items()}
         self._has_compared = False
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
@@ -238,13 +240,25 @@ class CallInputs:
             holds = holds_rows and not x.requires_grad
             if isinstance(x, DTensor):
                 own = dtensor_spans(x, self._communicator.world_size) if holds else ()
-                tensors.append(ShardedRows.of_rows(x.to_local(), own, _full(x)) if own else x.full_tensor())
+                tensors.append(ShardedRows.of_rows(x.to_local(), own, self._gather_of(x)) if own else x.full_tensor())
             elif name in opened.local and holds and self._split.size > 1:
                 gather = partial(self._gather, counts=counts)
                 tensors.append(ShardedRows.of_rows(x.to(self._communicator.device), spans, gather))
             else:
                 tensors.append(self._gather(x.to(self._communicator.device), counts) if name in opened.local else x)
         return opened.call.call_with(tensors)
+
+    def _gather_of(self, x: DTensor) -> Callable[[Tensor], Tensor]:
+        """What gathers a DTensor that has `dtensor_spans`: by this module's communicator, if it knows the order of
+        ranks, since that also works on simulated ranks.
+        """
+        mesh = tuple(x.device_mesh.shape)
+        layout = tuple(from_torch_placement(placement, x.dim()) for placement in x.placements)
+        ranks: list[int] = cast("Any", x.device_mesh.mesh).flatten().tolist()
+        if ranks != list(range(self._communicator.world_size)):
+            return lambda _: x.full_tensor()
+        steps = reshard(layout, (REPLICATE,) * len(mesh), mesh)
+        return lambda local: reshard_tensor(local, steps, self._communicator)
 
     def _spans(self, counts: Sequence[int]) -> Spans:
         stops = list(accumulate(counts))
@@ -304,10 +318,6 @@ class CallInputs:
         if min(counts) == most:
             return whole
         return torch.cat([whole[i * most : i * most + count] for i, count in enumerate(counts)])
-
-
-def _full(x: DTensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: x.full_tensor()
 
 
 def _refuse_gradient(_: Tensor) -> NoReturn:

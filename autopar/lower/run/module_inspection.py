@@ -6,7 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from autopar.lower.communication.collectives import Collective
+from autopar.lower.compat import make_dtensor
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
@@ -17,6 +21,7 @@ from autopar.lower.run.call_executors import CallExecutors, PlannedCall
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.module_state import ModuleState
+from autopar.placement import refine_layout
 from autopar.plan import Plan
 from autopar.step.data_split import DataSplit
 
@@ -57,6 +62,20 @@ class ModuleInspection(ModuleState):
         ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
         """
         return self.data_split.rank_of(self._communicator.rank)
+
+    def join_rows(self, rows: Tensor) -> DTensor:
+        """The rows of all data-parallel ranks as a DTensor, in their order; nothing is communicated.
+
+        For inputs ``[rows, ...]`` that have other rows than the batch, such as those of an encoder, with
+        ``inputs="local"``: the layers that split them as the batch use them in place.
+
+        Args:
+            rows: this rank's, as many as each other rank has.
+        """
+        split, store = self.data_split, self._store
+        layout = refine_layout(split.layout, split.mesh, store.mesh)
+        shape = (len(rows) * split.size, *rows.shape[1:])
+        return make_dtensor(rows.to(self._communicator.device), store.device_mesh, layout, shape)
 
     @property
     def plans(self) -> tuple[PlannedCall, ...]:
