@@ -71,6 +71,11 @@ class PipelineSearch:
         results = PipelineResults(self.schedules, self.limit_bytes)
         counts = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
         self._check_possible(counts)
+        # Numbers that no schedule can run with say nothing about those around them.
+        counts = {
+            groups: [count for count in own if any(True for _ in self._shapes(groups, count))]
+            for groups, own in counts.items()
+        }
         if sum(map(len, counts.values())) <= _FEW:
             for groups, own in counts.items():
                 # The most promising first: what it finds, and what its layers take, rule others out.
@@ -116,7 +121,9 @@ class PipelineSearch:
             own = counts[groups]
             at = own.index(count)
             _walk(own[at:], lambda other: attempt(groups, other))
-            if (groups, count) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
+            is_fitting = any(math.isfinite(tried.get((groups, other), math.inf)) for other in own)
+            # Fewer are larger ones, and device groups idle longer.
+            if is_fitting and (groups, count) not in self._too_slow:
                 _walk(own[at::-1], lambda other: attempt(groups, other))
             # Where nothing fits, the most microbatches say how many to try with other numbers of groups: what is ruled
             # out, as too slow, does not.
