@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Shape
-from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
+from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineCandidate, PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
-from autopar.search.pipeline.stage_cuts import PipelineCuts
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
@@ -23,16 +22,9 @@ _ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # A search counts up to a tenth less for some device groups than the walk through the step finds: with so much less for
 # them, what it chooses mostly fits.
 _TIMES_SHRUNK = 2
-# Searches count all that a device holds at some moment of a step, which is more than it holds at any one: of 110 paths
-# of a decoder, a mixture of experts and a function on 4 devices by up to 54 %.
-_OVERCOUNTED = 1.6
 _WALKED = 12  # of paths that don't fit as they are counted nor otherwise: each walk takes as long as a simulation
 # The same of pipelines.  Only small ones (`is_small`) are walked: each takes about 0.02 s, others up to a second.
 _PIPELINES_WALKED = 24
-# Ways to cut, the fastest first, whose layers are chosen again with more memory, and with how much, relative to the
-# limit.  With the largest alone pipelines of five small models were up to 88 % slower than what was known to fit.
-_SOLVED_AGAIN = 4
-_LARGER = (_OVERCOUNTED, 1.4, 1.25, 1.12, 1.05)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +139,7 @@ class MemoryFilter:
             return True
         has_stages = candidate.shape is not None
         most = _PIPELINES_WALKED if has_stages else _WALKED
-        if self._num_walked[has_stages] >= most or candidate.counted_bytes > _OVERCOUNTED * self.limit_bytes:
+        if self._num_walked[has_stages] >= most or candidate.counted_bytes > OVERCOUNTED * self.limit_bytes:
             return False
         is_fitting = candidate.walked_bytes <= self.limit_bytes + self.batch_bytes
         self._num_walked[has_stages] += not is_fitting
@@ -159,28 +151,13 @@ def with_stages(pipelines: PipelineResults | None) -> Iterator[PlanCandidate]:
     seen: set[tuple[object, ...]] = set()
     if pipelines is None:
         return
-    small = [each for each in pipelines.found if is_small(each.shape) and each.has_host_room]
-    for pipeline in (*pipelines.fitting, *small, *_with_more_memory(pipelines, small)):
-        key = id(pipeline.candidates), pipeline.cuts, pipeline.path
+    small = [each for each in pipelines.found if is_small(each.shape)]
+    for pipeline in (*pipelines.fitting, *(each for each in (*small, *pipelines.oversized) if each.has_host_room)):
+        # Paths of other candidates that cost the same are no others.
+        key = pipeline.shape, pipeline.step_s, pipeline.peak_bytes
         if key not in seen:
             seen.add(key)
             yield PlanCandidate.of_pipeline(pipeline)
-
-
-def _with_more_memory(pipelines: PipelineResults, known: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
-    """The fastest ones, each way to cut once, with candidates of their layers that are counted as larger than the limit
-    by as much as may be counted too much.
-    """
-    fastest: dict[PipelineCuts, PipelineCandidate] = {}
-    for pipeline in sorted(known, key=lambda each: each.step_s):
-        fastest.setdefault(pipeline.cuts, pipeline)
-    for pipeline in list(fastest.values())[:_SOLVED_AGAIN]:
-        for share in _LARGER:
-            limits_bytes = dict.fromkeys(range(pipeline.shape.num_groups), share * pipelines.limit_bytes)
-            larger = pipeline.within(limits_bytes, pipelines.schedules)
-            if larger.rows == pipeline.rows:
-                break  # memory is not what limits it: nor are there others with less
-            yield larger
 
 
 def host_shortage(plan: Plan, prices: Prices) -> str:

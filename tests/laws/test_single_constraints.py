@@ -119,7 +119,7 @@ def test_a_tighter_memory_limit_never_gives_a_faster_plan(model: str) -> None:
         ("function", 0.07),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("decoder", 0.01), ("encoder", 0.01), ("experts", 0.06))
+            for each in (("decoder", 0.01), ("encoder", 0.01), ("experts", 0.06), ("images", 0.02))
         ),
     ],
 )

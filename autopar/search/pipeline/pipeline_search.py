@@ -71,6 +71,11 @@ class PipelineSearch:
         results = PipelineResults(self.schedules, self.limit_bytes)
         counts = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
         self._check_possible(counts)
+        # Numbers that no schedule can run with say nothing about those around them.
+        counts = {
+            groups: [count for count in own if any(True for _ in self._shapes(groups, count))]
+            for groups, own in counts.items()
+        }
         if sum(map(len, counts.values())) <= _FEW:
             for groups, own in counts.items():
                 # The most promising first: what it finds, and what its layers take, rule others out.

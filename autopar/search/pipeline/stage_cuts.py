@@ -165,6 +165,7 @@ class StageEstimates:
         fill_share: as `Idle.fill_share`.
         seconds: ``[stage, first layer, width - 1]``, of one microbatch; infinite where a stage does not seem to fit.
         smallest_bytes: of the same stages, what they take at least.
+        is_short_of_memory: whether with more memory some stages would seem faster.
     """
 
     shape: Shape
@@ -172,6 +173,7 @@ class StageEstimates:
     fill_share: float
     seconds: Array
     smallest_bytes: Array
+    is_short_of_memory: bool
 
     @classmethod
     def of(cls, tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float) -> StageEstimates:
@@ -181,7 +183,9 @@ class StageEstimates:
         by_flight = {flight: _unit_seconds(spans, size, budget, tables.limit_bytes) for flight, size in sizes.items()}
         seconds = np.stack([by_flight[flight] for flight in flights])
         smallest = {flight: size.min(axis=0) for flight, size in sizes.items()}
-        return cls(shape, tables.num_microbatches, fill_share, seconds, np.stack([smallest[f] for f in flights]))
+        smallest_bytes = np.stack([smallest[f] for f in flights])
+        is_short = bool((seconds > spans.seconds.min(axis=0)).any())
+        return cls(shape, tables.num_microbatches, fill_share, seconds, smallest_bytes, is_short)
 
     def correct(
         self, tables: CostTables, cuts: PipelineCuts, path: Sequence[int], peaks_bytes: Sequence[float]
