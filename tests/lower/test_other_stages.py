@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import autopar
-from autopar.errors import GradientNormError, RankError, StageError
+from autopar.errors import GradientNormError, PipelineError, RankError, StageError
 from tests.end_to_end.harness import launch, whole_mesh
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,9 @@ def check_norms_of_parts(*, by_names: bool) -> None:
             clip_grad_norm_(model.head.parameters(), 1.0)
         model.full_state_dict()
 
-    with pytest.raises(GradientNormError if not by_names else RankError, match=r"all of model\.parameters\(\)"):
+    # Chosen by names, the rank that has gradients may be waiting for the other one already, which it says then.
+    errors = (RankError, PipelineError) if by_names else GradientNormError
+    with pytest.raises(errors, match=r"all of model\.parameters\(\)"):
         clip()
 
 
