@@ -30,6 +30,7 @@ __all__ = [
     "QuestionError",
     "RankError",
     "RuleError",
+    "StageError",
     "SubmoduleError",
     "TraceError",
     "TrainerError",
@@ -153,6 +154,10 @@ class SubmoduleError(AutoparError):
 
 class MissingPriceError(AutoparError):
     """An op, dtype or collective has no price on this cluster."""
+
+
+class StageError(AutoparError):
+    """A parameter of another pipeline stage, which this rank doesn't have, was read or changed."""
 
 
 class VerificationError(AutoparError):

@@ -345,6 +345,7 @@ FAMILIES = (
                 "cdist": "* m _, * n _ -> * m n",
                 "linalg_inv inverse linalg_cholesky linalg_matrix_exp matrix_exp": "* _ _ -> * _ _",
                 "linalg_det det logdet": "* _ _ -> *",
+                "linalg_solve_triangular": "* _ _, * _ _ -> * _ _ | plus 1",
                 "cosine_similarity": "*, *, @1 -> *-@",
             }
         )

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any, cast
@@ -35,6 +35,7 @@ from autopar.trace.selections import Selections, refuse_output
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
+from autopar.trace.tracing_questions import UndecidedMaskError, answered_as_called
 from autopar.trace.value_checks import passed_checks
 
 __all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
@@ -46,6 +47,10 @@ _CHECKPOINTS = (
 _FLEX_ATTENTION = (
     "flex_attention runs as plain ops, not as its fused kernel: scaled_dot_product_attention with a mask, or with a "
     "score_mod the products and a softmax, which hold all scores in memory"
+)
+_ASKS = (
+    "the model asks here whether it is being traced, and what it computes otherwise can't be traced: the plan has what "
+    "it computes under torch.export. If that is not what the model computes when it is called, results differ"
 )
 # Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 _MOST_ENTRIES = 64
@@ -138,11 +143,36 @@ def capture(
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
+    A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
+    when it is called.  Where that can't be traced, it is told the truth, and a note says so.
+
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
         ExampleInputsError: the model's own code fails on inputs of these shapes.
         OutputError: the model returns no tensor.
     """
+    asked: list[str] = []
+    how: dict[str, Any] = {"training": training, "dtype": dtype, "autocast": autocast}
+    try:
+        with answered_as_called(lambda: asked.append(user_line())):
+            return _capture_once(model, form, tensors, **how)
+    except AutoparError as error:
+        if not asked or isinstance(error, UndecidedMaskError):
+            raise
+    captured = _capture_once(model, form, tensors, **how)
+    where = next((line for line in asked if line), "the model")
+    return replace(captured, notes=(*captured.notes, f"{where}: {_ASKS}"))
+
+
+def _capture_once(
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    *,
+    training: bool,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+) -> Captured:
     names, own = _tensor_names(model)
     mode = torch_internals.fake_mode()
     fakes: dict[int, Tensor] = {}

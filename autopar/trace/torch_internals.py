@@ -283,6 +283,7 @@ def unread_masks() -> Iterator[None]:
     """Inside, torch's and Hugging Face's transformers don't ask whether a mask is causal, or hides nothing.
 
     They do so only to choose a kernel; the mask takes effect either way, and `trace` itself knows such masks.
+    Without a mask, transformers would give attention fewer heads of keys than of queries, which can be split less.
     """
 
     def is_said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -294,6 +295,8 @@ def unread_masks() -> Iterator[None]:
         masking: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "fast_all"):
             patches.enter_context(patch.object(masking, "fast_all", lambda _: False))
+        if hasattr(masking, "is_torchdynamo_exporting"):
+            patches.enter_context(patch.object(masking, "is_torchdynamo_exporting", lambda: True))
         yield
 
 

@@ -433,7 +433,9 @@ def _square_matrices() -> list[Sample]:
     a = u(4, 3, 3) + 3 * torch.eye(3, dtype=F64)
     symmetric = a @ a.mT
     names = "linalg_inv inverse linalg_matrix_exp matrix_exp linalg_det det logdet linalg_cholesky"
-    return [sample(name, symmetric) for name in names.split()]
+    triangles = [sample("linalg_solve_triangular", a, x(4, 3, 5), upper=True)]
+    triangles += [sample("linalg_solve_triangular", a, x(1, 5, 3), upper=False, left=False, unitriangular=True)]
+    return [*(sample(name, symmetric) for name in names.split()), *triangles]
 
 
 def _reductions() -> list[Sample]:

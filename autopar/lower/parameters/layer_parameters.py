@@ -85,7 +85,7 @@ class LayerParameters:
         Raises:
             ModelError: one was replaced by a tensor that is not laid out as it is.
         """
-        parameters = [table[name] for table, name in self._slots]
+        parameters = [table.get(name) for table, name in self._slots]
         if self.store.has_parts and not _are_same(parameters, self._checked):
             for name, parameter in zip(self.names, parameters, strict=True):
                 if parameter is not None:

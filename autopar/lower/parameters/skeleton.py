@@ -17,7 +17,9 @@ from autopar.references import redirect
 
 __all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 
-_NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl"})  # what would run the original's code
+_NOT_CARRIED = frozenset(
+    {"forward", "own_forward", "_compiled_call_impl", "nothing_to_train"}
+)  # what would run the original's code
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -96,7 +98,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
     for old, new in pairs:
         ids[id(old)] = new
         before, after = module_tables(old), module_tables(new)
-        parameters |= {id(p): (p, after.parameters[name]) for name, p in before.parameters.items()}
+        parameters |= {id(p): (p, after.parameters.get(name)) for name, p in before.parameters.items()}
         ids.update((id(buffer), after.buffers[name]) for name, buffer in before.buffers.items())
     ids.update((key, new) for key, (_, new) in parameters.items())
     for old, new in (*pairs, *parameters.values()):

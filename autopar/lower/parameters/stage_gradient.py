@@ -23,6 +23,9 @@ __all__ = ["StageGradient"]
 
 _torch: Any = torch  # the annotations of its norms are incomplete
 _NORMS = (foreach_norm, _torch.linalg.vector_norm, _torch.norm, _torch.Tensor.norm)
+_JOINT = (
+    "a norm of gradients (with pipeline stages of all of model.parameters(), or by model.clip_grad_norm_), number {}"
+)
 _COPIES = (Tensor.to, Tensor.detach, Tensor.float, Tensor.double)
 
 
@@ -146,6 +149,9 @@ def _total(norms: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _total_of_model(joint: GradientNorm, norms: Mapping[str, Tensor], order: float) -> Tensor:
+    calls = joint.communicator.calls
+    if calls is not None:  # a rank that has none of these gradients does something else now, and is told
+        calls.enter(_JOINT, lambda: (None, ()))
     named = joint.store.module.named_parameters()
     left_out = [name for name, parameter in named if parameter.grad is not None and name not in norms]
     count = joint.over_stages(torch.tensor(float(len(left_out)), device=joint.communicator.device), "sum")

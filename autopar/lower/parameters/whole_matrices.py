@@ -102,8 +102,9 @@ class OptimizerService:
     def parameters(self) -> Iterator[tuple[int, _Slices]]:
         """The ids of the parameters, and how ranks share them."""
         for table, key, slices in self._slots:
-            if table[key] is not None:
-                yield id(table[key]), slices
+            parameter = table.get(key)
+            if parameter is not None:
+                yield id(parameter), slices
 
     @cached_property
     def _slots(self) -> list[tuple[dict[str, nn.Parameter | None], str, _Slices]]:

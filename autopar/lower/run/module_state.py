@@ -18,6 +18,7 @@ from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
+from autopar.lower.parameters.other_stages import NOTHING
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore
@@ -25,8 +26,6 @@ from autopar.lower.run.execution import Executor
 from autopar.placement import REPLICATE, Axis
 
 __all__ = ["ModuleState", "NamedTensors"]
-
-_NOTHING = "nothing_to_train"
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -40,6 +39,7 @@ class ModuleState(nn.Module):
     _executor: Executor
     _gradient_norm: GradientNorm
     _modes: Mapping[bool, tuple[bool, ...]]
+    _nothings: dict[str, nn.Parameter]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -47,11 +47,13 @@ class ModuleState(nn.Module):
         """As of any module, for the stages of this rank.
 
         If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
-        scalers want one with a gradient, and the loop of this rank is to run as that of the others.
+        scalers want one with a gradient, and the loop of this rank is to run as that of the others.  So it is with each
+        submodule whose parameters were asked for.
         """
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        if self._executor.stages.is_pipeline and not self._trains():
-            yield f"{prefix}.{_NOTHING}".removeprefix("."), getattr(self, _NOTHING)
+        if self._executor.stages.is_pipeline and recurse:
+            for path, nothing in self._nothings_to_train().items():
+                yield ".".join(part for part in (prefix, path, NOTHING) if part), nothing
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files."""
@@ -214,19 +216,38 @@ class ModuleState(nn.Module):
             "submodules before autopar.parallelize, as in model.train(); model.norm.eval(), and keep them"
         )
 
-    def _make_nothing(self) -> None:
-        """Not registered: no name of the original's state."""
-        nothing, whole = torch.empty(0, device=self._communicator.device), (REPLICATE,) * len(self._store.mesh)
-        object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
+    def nothing_of(self, module: nn.Module) -> nn.Parameter:
+        """A parameter without elements for a submodule, or for this one, that has nothing to train on this rank.
+
+        Not registered: no name of the original's state.
+        """
+        if NOTHING not in vars(module):
+            named = cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
+            path = next(path for path, each in named if each is module)
+            nothing, whole = torch.empty(0, device=self._communicator.device), (REPLICATE,) * len(self._store.mesh)
+            made = nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,)))
+            if any(parameter.grad is not None for _, parameter in super().named_parameters()):  # it is late
+                made.grad = torch.zeros_like(made)
+            self._nothings[path] = vars(module)[NOTHING] = made
+            self._mark_gradients()
+        return vars(module)[NOTHING]
+
+    def _nothings_to_train(self) -> dict[str, nn.Parameter]:
+        """Those that were asked for, by the path of their module."""
+        if not self._trains():
+            self.nothing_of(self)
+        return self._nothings
 
     def _trains(self) -> bool:
         return any(parameter.requires_grad for _, parameter in super().named_parameters())
 
     def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
         """One without elements, from whatever the backward starts at."""
-        for name, value in values.items():
-            if value.requires_grad:
-                values[name] = value + getattr(self, _NOTHING).to_local().sum().to(value.dtype)
+        for nothing in self._nothings_to_train().values():
+            for name, value in values.items():
+                if value.requires_grad:
+                    untyped: Any = nothing
+                    values[name] = value + untyped.to_local().sum().to(value.dtype)
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)

@@ -29,6 +29,7 @@ from autopar.lower.parameters.dtensor_functions import end_native_step, watch_fu
 from autopar.lower.parameters.gradient_norm import GradientNorm
 from autopar.lower.parameters.known_meshes import know_mesh, laid_as
 from autopar.lower.parameters.materialize import Draws
+from autopar.lower.parameters.other_stages import find_others, stand_in
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
@@ -122,6 +123,8 @@ class ParallelModule(ModuleInspection):
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         store = make_store(self, module, draws, stages, communicator, mesh)
         bind_submodules(self)
+        self._others = find_others(module, store, stages)
+        stand_in(self, self._others)
         carry_attributes(module, self)
         self._attributes = Attributes.of(self)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
@@ -137,6 +140,7 @@ class ParallelModule(ModuleInspection):
         predictions: Predictions | None,
     ) -> None:
         """Make what runs the plan on the parameters of `store`, which are this module's."""
+        self._nothings = {}
         self._communicator = communicator
         self._predictions = predictions
         self._data_split = data_split(executable.program, executable.plan.decisions)
@@ -145,7 +149,6 @@ class ParallelModule(ModuleInspection):
         self._bound = (communicator, planner, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
-        self._make_nothing()
         if communicator.calls is not None or communicator.world_size == 1:
             is_whole = not self._executor.stages.is_pipeline
             know_mesh(store.device_mesh, self, communicator.calls, is_whole_world=is_whole)
@@ -168,6 +171,8 @@ class ParallelModule(ModuleInspection):
             self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
         )
         bind_submodules(made)
+        made._others = self._others
+        stand_in(made, made._others)
         made._attributes = Attributes.of(made, self._attributes)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
@@ -224,7 +229,7 @@ class ParallelModule(ModuleInspection):
 
     def _own_part(self, name: str) -> Tensor | None:
         table, last = self._store.slot(name)
-        return table[last]
+        return table.get(last)
 
     def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
         self._check_modes()
@@ -336,8 +341,7 @@ class ParallelModule(ModuleInspection):
         values = run_step(executor, executor.take_parts(tensors), seed)
         executor.update_buffers(values)
         if executor.stages.is_pipeline:
-            if not self._trains():
-                self._give_nothing_a_gradient(values)
+            self._give_nothing_a_gradient(values)
             for value in values.values():
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
