@@ -447,7 +447,7 @@ class _Pass:
 
 
 def _arrive(matrices: Array, reached: Array, stages: slice) -> tuple[Indices, Array]:
-    """Per stage and row of its matrix the cheapest column to come from, and the total cost; infinite in other stages."""
+    """Per stage and row of its matrix the cheapest column to come from, and the cost; infinite in other stages."""
     total = matrices[stages] + reached[stages, None, :]
     best, least = np.zeros(reached.shape, dtype=np.intp), np.full(reached.shape, np.inf)
     best[stages] = total.argmin(axis=2)
