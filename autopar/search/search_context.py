@@ -13,16 +13,17 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, Placement, refine_layout, refine_mesh, shard
 from autopar.program import Layer, Program
-from autopar.search.constraints import Constraints, LayerDemands
+from autopar.search.constraints import OPS, Constraints, LayerDemands
 from autopar.search.degree_roles import stack_sizes
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
 from autopar.search.request import SearchRequest
+from autopar.step.layer_cost import is_layer_rerun
 from autopar.step.local_layer import SharedStorage, place_whole
 from autopar.step.op_seconds import op_seconds
 from autopar.step.planned_layers import LayerFacts
 from autopar.step.prices import OpTime, Prices
 from autopar.step.rerun_front import rerun_front, spaced_choices
-from autopar.step.training import TrainingSpec
+from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
 
@@ -187,6 +188,15 @@ class SearchContext:
             for kind, times in self.whole_s.items()
         }
         return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
+
+    @cached_property
+    def run_again(self) -> tuple[bool, ...]:
+        """By layer, whether a demand makes backward run all of its forward again."""
+        return tuple(
+            demands.recompute not in ("", OPS)
+            and is_layer_rerun(demands.recompute, own_training(self.program, layer, self.request.training))
+            for layer, demands in zip(self.program.layers, self.demands, strict=True)
+        )
 
     @property
     def whole_s(self) -> dict[int, list[OpTime]]:

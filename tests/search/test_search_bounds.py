@@ -134,14 +134,16 @@ def test_the_number_of_microbatches_is_the_fastest_that_fits(monkeypatch: pytest
     assert stopped, "the search never stopped for that, so this test shows nothing"
 
 
+@pytest.mark.parametrize("recompute", ["", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bool) -> None:
+def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bool, recompute: str) -> None:
     training = TrainingSpec().running(compiled=compiled)
     for schedule, groups, count in (("1f1b", 2, 4), ("zbv", 2, 4), ("gpipe", 2, 2), ("1f1b", 4, 4)):
         constraints = (f"pipeline={groups}", f"microbatches={count}", f"schedule={schedule}")
+        constraints += (f"recompute={recompute}",) if recompute else ()
         request = SearchRequest(constraints=constraints, schedules=schedule_actions, training=training)
         plan = search(PROGRAM, 4, PRICES, request)
-        demands = tuple(LayerDemands() for _ in PROGRAM.layers)
+        demands = tuple(LayerDemands(recompute=recompute) for _ in PROGRAM.layers)
         context = SearchContext(PROGRAM, 4 // groups, PRICES, request, parse_constraints((), 4), demands, groups)
         assignment = time_assignment(PROGRAM, count)
         assert not isinstance(assignment, str)
@@ -149,6 +151,10 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         shape = plan.decisions.shape
         bound_s = max(relaxed_bounds(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s))
         assert 0 < bound_s <= plan.step_time_s
+        plain = least_compute(replace(context, demands=(LayerDemands(),) * len(demands)), count, assignment.factors)
+        assert any(context.run_again) == bool(recompute)
+        for costs, own, again in zip(tables.layers, plain.layers, context.run_again, strict=True):
+            assert costs.backward_s[0] == pytest.approx(own.backward_s[0] + again * own.forward_s[0])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])

@@ -208,8 +208,9 @@ def test_of_equal_layers_the_relaxed_pipeline_is_nearly_the_best(schedule: str) 
     found = search_shapes(tables, shape)
     assert found.best is not None
     found.raise_bounds(found.best_s)
-    assert found.lower_bound_s <= found.best_s <= 1.08 * found.lower_bound_s
-    assert max(relaxed_bounds(tables, shape, actions, found.best_s)) <= found.best_s
+    assert found.lower_bound_s <= found.best_s * (1 + 1e-9)  # they may be equal, up to rounding
+    assert found.best_s <= 1.08 * found.lower_bound_s
+    assert max(relaxed_bounds(tables, shape, actions, found.best_s)) <= found.best_s * (1 + 1e-9)
 
 
 def test_no_chain_is_longer_than_the_step() -> None:

@@ -2,7 +2,8 @@
 pipelines before their candidates are made, which takes a hundred times as long.
 
 Every op has its cheapest local types on any mesh of the group; collectives, the optimizer, copies and memory cost
-nothing.  So no pipeline is faster than `relaxed_bounds` of these tables say, also where compute hides everything else.
+nothing, and neither does what runs again in backward, unless that is demanded.  So no pipeline is faster than
+`relaxed_bounds` of these tables say, also where compute hides everything else.
 """
 
 from __future__ import annotations
@@ -32,12 +33,25 @@ def least_compute(context: SearchContext, count: int, factors: Mapping[int, tupl
         factors: layer kind -> per op, the factor that microbatches split.
     """
     program, training = context.program, context.request.training
-    key = ("least", context.num_devices, context.meshes, training, count, tuple(factors.items()), _space(context))
+    kinds = tuple((layer.kind, again) for layer, again in zip(program.layers, context.run_again, strict=True))
+    key = (
+        "least",
+        context.num_devices,
+        context.meshes,
+        training,
+        count,
+        tuple(factors.items()),
+        _space(context),
+        kinds,
+    )
 
     def make() -> CostTables:
         settings = StepSettings(program, context.prices, training, count, dict(factors), {})
-        of_kind = {layer.kind: _layer_costs(context, settings, layer) for layer in program.kinds}
-        layers = tuple(of_kind[layer.kind] for layer in program.layers)
+        of_kind = {
+            (kind, again): _layer_costs(context, settings, program.kinds[kind], again)
+            for kind, again in dict.fromkeys(kinds)
+        }
+        layers = tuple(of_kind[each] for each in kinds)
         return CostTables(count, 1, layers, (None,) * (len(layers) - 1))
 
     return context.request.known.get((program, context.prices), key, make)
@@ -47,7 +61,7 @@ def _space(context: SearchContext) -> int:
     return context.demands[0].space
 
 
-def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -> LayerCosts:
+def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer, runs_again: bool) -> LayerCosts:
     allowed = only_space(layer, _space(context))
     problems = [LayerProblem(settings, layer, mesh, allowed) for mesh in context.meshes]
     forward_s = backward_s = weight_s = 0.0
@@ -56,6 +70,7 @@ def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -
         forward_s += float(ahead_s)
         backward_s += float(back_s)
         weight_s += float(back_s) * weight_share(context.program, op)
+    backward_s += runs_again * forward_s
     nothing, only = np.zeros(2), np.zeros(2, dtype=np.intp)
     return LayerCosts(
         forward_s=np.full(2, forward_s), backward_s=np.full(2, backward_s), weight_s=np.array([0.0, weight_s]),

@@ -328,17 +328,18 @@ class _Pass:
         reached = np.full((num_stages, tables.num_states), np.inf)
         reached[0] = 0.0
         came: list[tuple[npt.NDArray[np.bool_], Indices, Indices]] = []
-        skips = self._skips()
+        skips, spare = self._skips(), len(tables.layers) - num_stages
         for index, layer in enumerate(tables.layers):
+            stages = slice(max(0, index - spare), index + 1)  # of this layer: each stage has one at least
             is_cut = np.zeros(reached.shape, dtype=np.bool_)
             source = np.broadcast_to(np.arange(tables.num_states), reached.shape)
             if index:
                 is_cut, reached = self._cut(index, reached)
-                source, reached = self._move(index, reached)
+                source, reached = self._move(index, reached, stages)
             if index in skips:
                 reached = reached + skips[index]
             reached = reached + self._tied(index)[:, None]
-            entry, reached = _arrive(self.least[id(layer)], reached)
+            entry, reached = _arrive(self.least[id(layer)], reached, stages)
             came.append((is_cut, source, entry))
         state = int(reached[-1].argmin())
         value = float(reached[-1, state])
@@ -387,7 +388,7 @@ class _Pass:
         apart = self.problem.owner[1:] != self.problem.owner[:-1]
         return total * apart[:, None]
 
-    def _move(self, index: int, reached: Array) -> tuple[Indices, Array]:
+    def _move(self, index: int, reached: Array, stages: slice) -> tuple[Indices, Array]:
         transfer = self.tables.transfers[index - 1]
         if transfer is None:
             best = np.broadcast_to(reached.argmin(axis=1)[:, None], reached.shape)
@@ -396,7 +397,7 @@ class _Pass:
         if key not in self.moves:
             ahead, back = self.ahead[:, None, None], self.back[:, None, None]
             self.moves[key] = ahead * transfer.forward_s.T + back * transfer.backward_s.T
-        return _arrive(self.moves[key], reached)
+        return _arrive(self.moves[key], reached, stages)
 
     def _skips(self) -> dict[int, Array]:
         """By reader, ``[stage, state]``: the least that it takes to bring what skips layers."""
@@ -445,11 +446,13 @@ class _Pass:
         return chains, num_bytes / limit - 1 if math.isfinite(limit) else np.zeros_like(num_bytes)
 
 
-def _arrive(matrices: Array, reached: Array) -> tuple[Indices, Array]:
-    """Per stage and row of its matrix the cheapest column to come from, and the total cost."""
-    total = matrices + reached[:, None, :]
-    best = total.argmin(axis=2)
-    return best, np.take_along_axis(total, best[:, :, None], axis=2)[:, :, 0]
+def _arrive(matrices: Array, reached: Array, stages: slice) -> tuple[Indices, Array]:
+    """Per stage and row of its matrix the cheapest column to come from, and the cost; infinite in other stages."""
+    total = matrices[stages] + reached[stages, None, :]
+    best, least = np.zeros(reached.shape, dtype=np.intp), np.full(reached.shape, np.inf)
+    best[stages] = total.argmin(axis=2)
+    least[stages] = total.min(axis=2)
+    return best, least
 
 
 def _on_simplex(values: Array) -> Array:
