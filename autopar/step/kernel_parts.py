@@ -29,7 +29,8 @@ def in_parts(local: LocalProgram) -> LocalProgram:
 
 def _has_parts(run: RunOp) -> bool:
     kernels = family_of(run.op.target).kernels
-    return any(option.collectives and kernels[option.kernel].parts for option in run.state.options if option.kernel)
+    named = (kernels.get(option.kernel) for option in run.state.options if option.collectives)
+    return any(kernel is not None and kernel.parts for kernel in named)
 
 
 def _in_parts(local: LocalProgram, place: int, run: RunOp) -> LocalProgram:
