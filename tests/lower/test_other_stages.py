@@ -67,6 +67,7 @@ def check_parts(expected: list[float]) -> None:
     model, losses = train(on_stages)
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     assert "Linear(in_features=16, out_features=3, bias=True)" in str(model)
+    assert {name for name, _ in model.head.named_parameters()} <= {"weight", "bias"}  # loops over names get no more
     weight = model.head.weight
     assert (weight.shape, weight.numel(), weight.requires_grad) == ((3, 16), 48, True)
     assert isinstance(weight, nn.Parameter) is isinstance(copy.deepcopy(model).head.weight, nn.Parameter)

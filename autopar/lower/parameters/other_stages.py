@@ -2,7 +2,7 @@
 
 Each rank runs the script that was written for one device.  Of a parameter that it has no part of, it knows the shape,
 and whatever asks for more is told where the parameter is.  Loops over the parameters of a submodule pass it by; where
-nothing that is trained would be left, they get a parameter without elements, as optimizers want one.
+nothing that is trained would be left, ``parameters()`` gives one without elements, as optimizers want one.
 """
 
 from __future__ import annotations
@@ -133,16 +133,16 @@ def stand_in(root: Any, others: Mapping[str, OtherStageParameter]) -> None:
     trained = [name for name, other in others.items() if other.requires_grad]
     for path, module in root.named_modules() if trained else ():
         if path and any(name.startswith(f"{path}.") for name in trained):
-            vars(module)["named_parameters"] = MethodType(_named_parameters, module)
+            vars(module)["parameters"] = MethodType(_parameters, module)
 
 
-def _named_parameters(
-    self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """As of any module, for the stages of this rank; if nothing of it is trained here, there is one more."""
-    named: Any = self.__class__.named_parameters
-    found: list[tuple[str, nn.Parameter]] = list(named(self, prefix, recurse, remove_duplicate))
-    yield from found
+def _parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """As of any module, for the stages of this rank; if nothing of it is trained here, there is one more.
+
+    Loops over names, which sort parameters by them, get no more than there are.
+    """
+    own: list[nn.Parameter] = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+    yield from own
     root = self.__dict__["_parallel_root"]()
-    if recurse and root is not None and not any(parameter.requires_grad for _, parameter in found):
-        yield f"{prefix}.{NOTHING}".removeprefix("."), root.nothing_of(self)
+    if recurse and root is not None and not any(parameter.requires_grad for parameter in own):
+        yield root.nothing_of(self)

@@ -153,7 +153,7 @@ def _total_of_model(joint: GradientNorm, norms: Mapping[str, Tensor], order: flo
     if calls is not None:  # a rank that has none of these gradients does something else now, and is told
         calls.enter(_JOINT, lambda: (None, ()))
     named = joint.store.module.named_parameters()
-    left_out = [name for name, parameter in named if parameter.grad is not None and name not in norms]
+    left_out = [name for name, p in named if p.grad is not None and p.numel() and name not in norms]
     count = joint.over_stages(torch.tensor(float(len(left_out)), device=joint.communicator.device), "sum")
     if count > 0:
         raise GradientNormError(

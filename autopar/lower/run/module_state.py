@@ -48,7 +48,7 @@ class ModuleState(nn.Module):
 
         If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
         scalers want one with a gradient, and the loop of this rank is to run as that of the others.  So it is with each
-        submodule whose parameters were asked for.
+        submodule whose `parameters()` were asked for.
         """
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         if self._executor.stages.is_pipeline and recurse:
