@@ -31,22 +31,16 @@ class _Computed(torch.autograd.Function):
 
 class _Noted(TensorInFlight):
     events: list[str]
+    what = ""  # then the gradient
 
     def leave(self, x: Tensor) -> None:
-        self.events.append("leaves")
+        self.events.append(f"{self.what}leaves")
         super().leave(x)
 
     def arrive(self) -> Tensor:
-        self.events.append("arrives")
+        self.events.append(f"{self.what}arrives")
+        self.what = "gradient "
         return super().arrive()
-
-    def leave_back(self, gradient: Tensor) -> None:
-        self.events.append("gradient leaves")
-        super().leave_back(gradient)
-
-    def arrive_back(self) -> Tensor:
-        self.events.append("gradient arrives")
-        return super().arrive_back()
 
 
 def test_others_compute_while_it_travels_and_while_its_gradient_does():

@@ -27,8 +27,7 @@ class TensorInFlight:
         self._communicator = communicator
         self._axis = axis
         self._link: Tensor | None = None
-        self._there: Handle | None = None
-        self._back: Handle | None = None
+        self._handle: Handle | None = None
 
     @classmethod
     def exchanged(cls, communicator: Communicator, x: Tensor, axis: Axis) -> TensorInFlight:
@@ -46,28 +45,16 @@ class TensorInFlight:
         return self.arrive() if link is None else call_function(_Arrive, link, self)
 
     def leave(self, x: Tensor) -> None:
-        """Start with `x`."""
-        self._there = self._start(x)
+        """Start with `x`: the tensor, or the gradient of what arrived."""
+        shape, cut = x.shape, x.view(self._axis.size, -1, *x.shape[1:])
+        exchange = self._communicator.start_all_to_all(cut, self._axis, 0, 0)
+        self._handle = exchange.then(lambda got: got.reshape(shape))
 
     def arrive(self) -> Tensor:
-        """What arrives, as often as it left."""
-        handle, self._there = self._there, None
+        """What arrives, as often as something left: the tensor, or the gradient of what left."""
+        handle, self._handle = self._handle, None
         assert handle is not None
         return handle.wait()
-
-    def leave_back(self, gradient: Tensor) -> None:
-        """Start with the gradient of what arrived."""
-        self._back = self._start(gradient)
-
-    def arrive_back(self) -> Tensor:
-        """The gradient of what left."""
-        handle, self._back = self._back, None
-        assert handle is not None
-        return handle.wait()
-
-    def _start(self, x: Tensor) -> Handle:
-        shape, cut = x.shape, x.view(self._axis.size, -1, *x.shape[1:])
-        return self._communicator.start_all_to_all(cut, self._axis, 0, 0).then(lambda got: got.reshape(shape))
 
 
 class _Leave(torch.autograd.Function):
@@ -82,7 +69,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.flight.arrive_back(), None
+        return ctx.flight.arrive(), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -97,5 +84,5 @@ class _Arrive(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        ctx.flight.leave_back(gradient.contiguous())
+        ctx.flight.leave(gradient.contiguous())
         return gradient.new_empty(0), None

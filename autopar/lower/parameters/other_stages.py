@@ -19,9 +19,7 @@ from autopar.lower.compat import leaves_of, module_tables
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.stage_map import StageMap
 
-__all__ = ["NOTHING", "OtherStageParameter", "find_others", "stand_in"]
-
-NOTHING = "nothing_to_train"
+__all__ = ["OtherStageParameter", "find_others", "stand_in"]
 
 
 class OtherStageParameter:

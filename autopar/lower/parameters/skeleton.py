@@ -15,11 +15,11 @@ from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
 from autopar.references import redirect
 
-__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
+__all__ = ["NOTHING", "canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 
-_NOT_CARRIED = frozenset(
-    {"forward", "own_forward", "_compiled_call_impl", "nothing_to_train"}
-)  # what would run the original's code
+NOTHING = "nothing_to_train"  # the attribute with a parameter without elements, where a rank trains no other
+# What would run the original's code, and what each module makes for itself.
+_NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl", NOTHING})
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

@@ -18,8 +18,7 @@ from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
-from autopar.lower.parameters.other_stages import NOTHING
-from autopar.lower.parameters.skeleton import check_conversion, state_names
+from autopar.lower.parameters.skeleton import NOTHING, check_conversion, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
