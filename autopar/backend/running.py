@@ -40,7 +40,7 @@ class RunningGraph:
             executable_of(planned.traced, planned.plan), _store(planned, options, session), session.communicator,
             planned.plan.compiled,
         )  # fmt: skip
-        self._executor.whole_outputs = True
+        self._executor.outputs.whole = True
 
     @property
     def program(self) -> Program:
@@ -99,7 +99,7 @@ class RunningGraph:
                 module_tables(self._module.get_submodule(path)).buffers[last] = value
 
     def _output(self, name: str, value: Tensor) -> Tensor:
-        return value if name in self._executor.returned_whole else self._executor.make_output(name, value)
+        return value if name in self._executor.outputs.returned_whole else self._executor.outputs.make(name, value)
 
     def _fixed_output(self, name: str) -> Tensor:
         program = self.program

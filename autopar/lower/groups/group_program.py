@@ -140,7 +140,7 @@ class GroupProgram:
         executor, loss_name = self.executor, self.executable.program.loss
         with torch.enable_grad():
             values = run_step(executor, executor.take_parts(tensors), seed)
-            loss = executor.make_output(loss_name, values[loss_name]) * weight
+            loss = executor.outputs.make(loss_name, values[loss_name]) * weight
         values.clear()
         trained = {name: p for name in self.parts if (p := self._module.get_parameter(name)).requires_grad}
         computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) if trained else ()

@@ -30,7 +30,7 @@ def caller_outputs(
     """The program's outputs in order; None where only other stages have one.
 
     Args:
-        executor: that computed the values; `Executor.whole_outputs` says in what form the caller wants them.
+        executor: that computed the values; `OutputLayouts.whole` says in what form the caller wants them.
         values: by name, this rank's parts.
         later: gathers those that the caller reads later.
         is_later: those that are not whole are gathered when the caller reads them.
@@ -88,10 +88,10 @@ def _output(executor: Executor, name: str, value: Tensor | None, later: Later, i
     is_done = executor.num_microbatches > 1 and is_loss
     if executor.stages.is_pipeline and (is_loss or not program.loss):
         return value
-    if is_later and executor.is_apart(name):
+    if is_later and executor.outputs.is_apart(name):
         return _read_later(executor, name, value, later)
-    made = value if is_done or value is None else executor.make_output(name, value)
-    return executor.share_across_groups(name, made) if executor.whole_outputs else made
+    made = value if is_done or value is None else executor.outputs.make(name, value)
+    return executor.share_across_groups(name, made) if executor.outputs.whole else made
 
 
 def _had_its_step(executor: Executor, name: str) -> bool:
@@ -145,7 +145,7 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
 
     def gather() -> Tensor:
         with torch.set_grad_enabled(is_differentiable):
-            whole = None if value is None else executor.join_devices(name, value)
+            whole = None if value is None else executor.outputs.join_devices(name, value)
             shared = executor.share_across_groups(name, whole)
             _take_plain_gradients(shared)
         return refuse_gradient(shared, _no_gradient(executor, name)) if is_over else shared

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.communication.reshard_ops import reshard_tensor
-from autopar.lower.compat import can_part, stride_as_parts, to_parted_placements, to_torch_placements
 from autopar.lower.observe.stopwatch import Stopwatch
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.compiled import compile_program
@@ -22,12 +19,12 @@ from autopar.lower.program.layer_program import LayerProgram
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable, Lowering, ValueLayout
 from autopar.lower.run.microbatch_updates import updates_per_microbatch
+from autopar.lower.run.output_layouts import OutputLayouts
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
+from autopar.placement import REPLICATE
 from autopar.schedules import rows_schedule
 from autopar.step.actions import StepActions, step_actions
-from autopar.step.data_split import output_rows
 from autopar.step.plan_check import check_same_program
 from autopar.step.training import TrainingSpec
 
@@ -65,8 +62,6 @@ class Executor:
             updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
         )
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
-        self.whole_outputs = False
-        self.cut_outputs = frozenset[str]()  # those of the next call that are longer than what the caller gets
         self.stopwatch: Stopwatch | None = None  # while a step is measured
         # In an order that all ranks share: what is made whole is so one value after the other.
         late = {name for op in program.tail for name in op.results}
@@ -80,6 +75,9 @@ class Executor:
             runner.parameters.keeps = executable.keeps_copies
         self.value_layouts = lowering.value_layouts
         self.boundary_values = lowering.boundary_values
+        self.outputs = OutputLayouts(
+            executable, store, communicator, self.stages, self.value_layouts, self.num_microbatches
+        )
         self.hoisted = lowering.hoisted
         self.tail = lowering.lower_tail()
         self.begin_step = lowering.hoisted.begin_step
@@ -94,11 +92,6 @@ class Executor:
     def programs(self) -> tuple[LayerProgram, ...]:
         """The distinct lowered programs, in order of first use."""
         return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
-
-    @cached_property
-    def output_rows(self) -> Mapping[str, int]:
-        """The outputs that hold the rows of the batch -> the dim along which they do."""
-        return output_rows(self.executable.program)
 
     @cached_property
     def training_actions(self) -> StepActions:
@@ -122,18 +115,6 @@ class Executor:
         decisions = replace(decisions, num_microbatches=rows, schedule=schedule)
         return step_actions(program, decisions, TrainingSpec(), schedule_actions)
 
-    @cached_property
-    def returned_whole(self) -> tuple[str, ...]:
-        """The outputs that a step gives whole, to every rank, in an order that all ranks share.
-
-        Without a loss in a pipeline these are all outputs: the caller differentiates them.
-        """
-        program = self.executable.program
-        if self.stages.is_pipeline and not program.loss:
-            return tuple(dict.fromkeys(program.outputs))
-        is_whole = self.stages.is_pipeline or self.num_microbatches > 1
-        return tuple(dict.fromkeys((*program.loss_terms, *program.tail_reads))) if is_whole else ()
-
     @torch.no_grad()
     def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:
         """Give the buffers that every microbatch updates their new values, those of them that are in `values`."""
@@ -156,7 +137,7 @@ class Executor:
         """A step's values and what the tail makes of them."""
         if self.tail is None:
             return dict(values)
-        is_whole = self.returned_whole
+        is_whole = self.outputs.returned_whole
         sums = {n: values[n] if n in is_whole else self.make_whole(n, values[n]) for n in self.tail_reads}
         return {**values, **self.tail.run(sums)}
 
@@ -202,98 +183,3 @@ class Executor:
         assert value is not None
         with naming_failures(self.stages.who, f"the broadcast of {name!r} from device group {owner}"):
             return self.communicator.broadcast(value, self.stages.axis, owner)
-
-    def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
-        """`value` made whole along `dim` only."""
-        own = self.value_layouts[name]
-        return reshard_tensor(value, own.move_to(_whole_along(own.layout, dim), own.mesh), self.communicator)
-
-    def join_microbatches(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The microbatches' parts of an output as one: terms add up, slices are laid side by side.
-
-        The parts have the layout that the program puts them out in, those of `returned_whole` are whole.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        time = self.value_layouts[name].time
-        if time.kind == "P":
-            return torch.stack(list(parts)).sum(0)
-        if not time.is_shard:
-            return parts[-1]
-        # The slices of devices and microbatches interleave, so what is to be plain is gathered along that dim first.
-        if name not in self.returned_whole and not self.stays_cut(name):
-            parts = [self.gather_along(name, part, time.dim) for part in parts]
-        return torch.cat(list(parts), time.dim)
-
-    def make_output(self, name: str, value: Tensor) -> Tensor:
-        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its layout.
-
-        Without a loss in the program all outputs are whole.
-        """
-        own = self._joined_layout(name)
-        is_cut = any(p.is_shard and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
-        if not is_cut or not self.stays_cut(name):
-            return reshard_tensor(value, own.move_to((REPLICATE,) * len(own.mesh), own.mesh), self.communicator)
-        layout = tuple(p if p.is_shard else REPLICATE for p in own.layout)
-        value = reshard_tensor(value, own.move_to(layout, own.mesh), self.communicator)
-        fine = refine_layout(layout, own.mesh, self.store.mesh)
-        shape = torch.Size(self.executable.program.type_of(name).shape)
-        is_parted = self.num_microbatches > 1 and own.time.is_shard
-        made = DTensor.from_local(
-            value,
-            self.store.device_mesh,
-            to_parted_placements(fine, self.store.mesh, own.time.dim, self.num_microbatches)
-            if is_parted
-            else to_torch_placements(fine),
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        return stride_as_parts(made) if is_parted else made
-
-    def join_devices(self, name: str, value: Tensor) -> Tensor:
-        """The whole tensor on every rank of the group, of an output that `is_apart`."""
-        own = self._joined_layout(name)
-        whole = reshard_tensor(value, own.move_to((REPLICATE,) * len(own.mesh), own.mesh), self.communicator)
-        dim = own.time.dim
-        if self.num_microbatches == 1 or not own.time.is_shard or not self.stays_cut(name):
-            return whole
-        # Each device had its slices of all microbatches side by side.
-        cuts = math.prod(size for p, size in zip(own.layout, own.mesh, strict=True) if p.is_shard and p.dim == dim)
-        shape = whole.shape
-        parts = whole.reshape(*shape[:dim], cuts, self.num_microbatches, -1, *shape[dim + 1 :])
-        return parts.transpose(dim, dim + 1).reshape(shape)
-
-    def is_apart(self, name: str) -> bool:
-        """Whether gathering an output on every rank needs communication."""
-        own = self.value_layouts[name]
-        is_cut = any(p != REPLICATE and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
-        return is_cut or (self.stages.is_pipeline and name in self.stages.stage_of)
-
-    def stays_cut(self, name: str) -> bool:
-        """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
-        program = self.executable.program
-        if self.whole_outputs or not program.loss or name == program.loss or name in self.cut_outputs:
-            return False
-        return self._is_on_store_mesh(self.value_layouts[name].mesh) and self._can_be_cut(self.value_layouts[name])
-
-    def _can_be_cut(self, own: ValueLayout) -> bool:
-        """Whether a DTensor can say how microbatches of such a value join."""
-        if self.num_microbatches == 1 or not own.time.is_shard:
-            return True
-        fine = refine_layout(own.layout, own.mesh, self.store.mesh)
-        return can_part(fine, self.store.mesh, own.time.dim)
-
-    def _joined_layout(self, name: str) -> ValueLayout:
-        """How an output is laid out when its microbatches have been joined."""
-        own = self.value_layouts[name]
-        if self.num_microbatches == 1 or not own.time.is_shard or self.stays_cut(name):
-            return own
-        return replace(own, layout=_whole_along(own.layout, own.time.dim))  # it was gathered along that dim
-
-    def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
-        return refine_mesh(self.store.mesh, mesh) == self.store.mesh
-
-
-def _whole_along(layout: Layout, dim: int) -> Layout:
-    return tuple(REPLICATE if p.is_shard and p.dim == dim else p for p in layout)

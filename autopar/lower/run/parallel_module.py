@@ -334,8 +334,8 @@ class ParallelModule(ModuleInspection):
     def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str, cuts: Cuts) -> Any:
         executable = executor.executable
         is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
-        executor.whole_outputs = not is_later if self.whole_outputs is None else self.whole_outputs
-        executor.cut_outputs = frozenset(cuts)
+        executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
+        executor.outputs.cut = frozenset(cuts)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
         values = run_step(executor, executor.take_parts(tensors), seed)
@@ -349,7 +349,7 @@ class ParallelModule(ModuleInspection):
         outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
         outputs = cut_outputs(executable.program.outputs, outputs, cuts)
         if self.call_inputs is not None and self.call_inputs.is_local:
-            rows = executor.output_rows
+            rows = executor.outputs.rows
             named = zip(executable.program.outputs, outputs, strict=True)
             outputs = [self.call_inputs.own_rows(x, rows[name]) if name in rows else x for name, x in named]
         if executable.program.late:

@@ -31,7 +31,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
 
     Returns:
         Of outputs and updates the local parts, of the whole batch, on the group of the stage that computes them; those
-        of `Executor.returned_whole` are whole and on every rank.
+        of `OutputLayouts.returned_whole` are whole and on every rank.
     """
     inputs = [tensors] * executor.num_microbatches
     if not (torch.is_grad_enabled() and _is_differentiable(executor, tensors)):
@@ -52,7 +52,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
     results = step.values.results()
     values = executor.executable.program.values
     # With stages all ranks must agree, and this one may not have computed them.
-    agreed = {name for name in executor.returned_whole if values[name].requires_grad}
+    agreed = {name for name in executor.outputs.returned_whole if values[name].requires_grad}
     names = [
         name for name in results if name in (agreed if executor.stages.is_pipeline else step.values.differentiable)
     ]
@@ -64,7 +64,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
 def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
     if executor.stages.is_pipeline:  # decided by what all ranks know: this one may have nothing to train
         program = executor.executable.program
-        return any(program.values[name].requires_grad for name in executor.returned_whole)
+        return any(program.values[name].requires_grad for name in executor.outputs.returned_whole)
     return bool(trained_parameters(executor)) or any(x.requires_grad for x in tensors)
 
 

@@ -100,8 +100,8 @@ class StepValues:
         executor = self._executor
         results = {name: _whole(self._inputs[name]) for name in executor.kept if name in self._inputs}
         for name in tuple(self.outputs[0]):
-            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.outputs])
-        for name in executor.returned_whole:
+            results[name] = executor.outputs.join_microbatches(name, [each.pop(name) for each in self.outputs])
+        for name in executor.outputs.returned_whole:
             results[name] = executor.share_across_groups(name, results.get(name))
         return results
 
@@ -143,7 +143,7 @@ class StepValues:
     def _return(self, name: str, action: Action, values: StageValues) -> Tensor:
         """What is kept of an output: what every rank gets is made whole, and its gradient will come whole."""
         value = values.tensors[name]
-        if name not in self._executor.returned_whole:
+        if name not in self._executor.outputs.returned_whole:
             return value
         if name not in values.differentiable or not torch.is_grad_enabled():
             return self._executor.make_whole(name, value).detach()
