@@ -21,15 +21,15 @@ from autopar.lower.communication.collectives import (
     ReduceOp,
     Watch,
     merge_stack,
-    split_rows,
     split_stack,
 )
+from autopar.lower.communication.transport import Transport
 from autopar.placement import Axis
 
 __all__ = ["Communicator", "TracedCommunicator"]
 
 
-class Communicator:
+class Communicator(Transport):
     """Collectives on local tensors, along mesh axes, for one rank.
 
     The members of a collective are ``axis.group(rank)``, in coordinate order.  Operands may be non-contiguous
@@ -38,20 +38,15 @@ class Communicator:
     float32.  ``bool`` sums are "any".  Every ``start_*`` returns at once (where the backend can) and
     ``wait()`` gives the result; all members must start their collectives in the same order.
 
-    A backend adds the transport of buffers that are stacked along a new leading dim.
+    A backend implements `Transport`.
 
-    Attributes:
-        rank: this device's logical rank, 0 <= rank < world_size.
-        world_size: number of devices that the program runs on.
-        device: where this rank's tensors are.
+    Attributes (and those of `Transport`):
         calls: compares what ranks do, where they are processes of their own.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         """`rank` is logical: the position among the ranks that the program runs on."""
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
+        super().__init__(rank, world_size, device)
         self._records: list[list[Collective]] = []
         self._watch: Watch | None = None
         self._purpose = ("", "")
@@ -221,79 +216,6 @@ class Communicator:
         if self._watch is None:
             return self._guard(kind, axis, start)
         return self._watch(Collective(kind, axis, num_bytes), self._purpose)(self._guard(kind, axis, start))
-
-    def _guard(self, kind: str, axis: Axis, start: Callable[[], Handle]) -> Handle:
-        """Start a collective, of which a backend may say more where it fails."""
-        return start()
-
-    def prepare(self, axes: Iterable[Axis]) -> None:
-        """Create what collectives on `axes` need; every rank calls it with the same axes, in one order."""
-
-    # What a backend implements, as far as its programs need it.
-
-    def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
-        """``[...] -> [size, ...]``, the members' tensors in coordinate order."""
-        raise NotImplementedError
-
-    def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
-        """``[size, ...] -> [...]``, this coordinate's entry of the sum of the members' stacks."""
-        raise NotImplementedError
-
-    def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
-        """``[...] -> [...]``, reduced over the members; must not write to `x`."""
-        raise NotImplementedError
-
-    def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
-        """``[size, ...] -> [size, ...]``, entry c to and from coordinate c."""
-        raise NotImplementedError
-
-    def _start_exchange_rows(self, x: Tensor, axis: Axis, sent: tuple[int, ...], received: tuple[int, ...]) -> Handle:
-        """``[sum of sent, ...] -> [sum of received, ...]``; by default a message per pair that exchanges anything."""
-        own = axis.coordinate(self.rank)
-        parts = split_rows(x, sent)
-        others = [coordinate for coordinate in range(axis.size) if coordinate != own]
-        sending = [self._start_send(parts[to], axis, to) for to in others if sent[to]]
-        coming = {
-            source: self._start_receive((received[source], *x.shape[1:]), x.dtype, axis, source)
-            for source in others if received[source]
-        }  # fmt: skip
-
-        def finish() -> Tensor:
-            rows = [
-                parts[own] if source == own else coming[source].wait() if source in coming else x[:0]
-                for source in range(axis.size)
-            ]
-            for each in sending:
-                each.wait()
-            return torch.cat(rows)
-
-        return Handle(finish)
-
-    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
-        """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""
-        raise NotImplementedError
-
-    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
-        """Send `x` to coordinate `to`; keeps it until it is sent, also if nobody keeps the handle."""
-        raise NotImplementedError
-
-    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
-        """``[...]``, what coordinate `source` sends next."""
-        raise NotImplementedError
-
-    def _start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
-        """``[...] -> [...]``; by default a message each way, none of which waits for the other."""
-        if to == axis.coordinate(self.rank):
-            return Handle(lambda: x)
-        sent = self._start_send(x, axis, to)
-        received = self._start_receive(tuple(x.shape), x.dtype, axis, source)
-
-        def finish() -> Tensor:
-            came = received.wait()
-            sent.wait()
-            return came
-
-        return Handle(finish)
 
 
 class TracedCommunicator(Communicator, ABC):
