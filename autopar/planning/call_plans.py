@@ -161,6 +161,7 @@ class CallPlanner:
         self._reads = traced.reads
         self._settings: Settings = ()  # of the twin
         self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
+        self._modes = [(module, module.training) for module in self._twin.modules()]
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
@@ -180,7 +181,7 @@ class CallPlanner:
         if self._groups or not plan.groups:
             return self._groups
         mode: _Mode = (True, "", None)
-        self._set(())
+        self._set((), is_training=True)
         made: list[Executable] = []
         for group in plan.groups:
             call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), size, (1, group.tokens))
@@ -213,7 +214,7 @@ class CallPlanner:
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
         made = self._made.setdefault((is_training, part, autocast), [])
-        self._set(settings)
+        self._set(settings, is_training)
         for executable in made:
             with suppress(InputShapeError):
                 if executable.settings != self._read(settings):
@@ -274,10 +275,12 @@ class CallPlanner:
         self._reads |= traced.reads
         return traced
 
-    def _set(self, settings: Settings) -> None:
-        """Have the twin's attributes be the model's."""
+    def _set(self, settings: Settings, is_training: bool) -> None:
+        """Have the twin's attributes be the model's, which is in training mode or not."""
         for path, name, _ in self._settings:
             vars(self._twin.get_submodule(path))[name] = self._before[path, name]
+        for module, own in self._modes:  # a norm may be frozen in a model that trains
+            module.training = own if is_training == self._modes[0][1] else is_training
         for path, name, value in settings:
             own = vars(self._twin.get_submodule(path))
             self._before.setdefault((path, name), own.get(name))

@@ -28,9 +28,9 @@ from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
-from autopar.trace.instance_norms import written_instance_norms
 from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
 from autopar.trace.repeated_calls import RepeatedCalls
+from autopar.trace.running_statistics import written_statistics
 from autopar.trace.selections import Selections, refuse_output
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
@@ -257,7 +257,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(known_values() if form.reads else nullcontext())
                 patches.enter_context(_unlogged())
                 patches.enter_context(torch_internals.unprinted_graphs())
-                patches.enter_context(written_instance_norms())
+                patches.enter_context(written_statistics())
                 patches.enter_context(counts_of_known_length())
                 patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import _trace as export_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.references import redirect
@@ -50,6 +51,7 @@ __all__ = [
     "gradient_engine",
     "has_known_values",
     "intercept_autograd_functions",
+    "intercept_batch_norms",
     "intercept_gradients",
     "is_cast_on_gpus",
     "is_fake",
@@ -449,3 +451,17 @@ class _Runner(fx.Interpreter):
             body, *operands = args
             return _Runner(body, garbage_collect_values=False).run(*operands)
         return super().call_function(target, args, kwargs)
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def intercept_batch_norms(replaced: Callable[[Any, Tensor], Tensor | None]) -> Iterator[None]:
+    """Inside, batch norm modules give what `replaced` makes of them and their input, unless that is None."""
+    forward = _BatchNorm.forward
+
+    def intercepted(self: _BatchNorm, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        result = replaced(self, input)
+        return forward(self, input) if result is None else result
+
+    with patch.object(_BatchNorm, "forward", intercepted):
+        yield

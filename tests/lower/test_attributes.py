@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -108,6 +109,83 @@ def test_calls_do_what_one_device_does_with_the_present_values() -> None:
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
         assert count == 5, texts  # coming back to values that were seen plans nothing, nor does what nobody reads
         assert any("blocks.1.scale = 3.0" in text for text in texts)
+
+
+class Normed(nn.Module):
+    """With modules whose modes and numbers scripts change while they train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.dropout, self.last = nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(self.bn(self.first(x))))
+
+
+def without_dropout(model: Any) -> None:
+    model.dropout.p = 0.0
+
+
+def with_frozen_norm(model: Any) -> None:
+    without_dropout(model)
+    model.bn.eval()
+
+
+def with_average_over_batches(model: Any) -> None:
+    """As torch.optim.swa_utils.update_bn does."""
+    without_dropout(model)
+    model.bn.reset_running_stats()
+    model.bn.momentum = None
+
+
+def evaluating_with_batch_statistics(model: Any) -> None:
+    model.eval()
+    model.bn.train()
+
+
+CHANGES = {
+    without_dropout: (True, (("dropout", "p", 0.0),)),
+    with_frozen_norm: (True, (("bn", "training", False), ("dropout", "p", 0.0))),
+    with_average_over_batches: (True, (("bn", "momentum", None), ("dropout", "p", 0.0))),
+    evaluating_with_batch_statistics: (False, (("bn", "training", True),)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modes_and_numbers_of_submodules_may_change(change: Any) -> None:
+    torch.manual_seed(0)
+    model = Normed().double()
+    traced = trace(model, (X,), {}, training=True)
+    plan = random_plan(traced.program, 2, 0)
+    planner = call_planner(model, traced, plan)
+    planner((X,), {}, CHANGES[change][0], "", None, CHANGES[change][1])
+
+    def run(model: Any) -> list[Any]:
+        change(model)
+        outputs = [model(X), model(2 * X)]
+        outputs[0].pow(3).sum().backward()
+        gradient = model.first.weight.grad
+        found = [*(x.detach() for x in outputs), getattr(gradient, "full_tensor", lambda: gradient)().clone()]
+        return found + [x.detach().clone() for x in model.bn.buffers()]
+
+    expected = run(copy.deepcopy(model))
+    for found in simulate(2, lambda communicator: run(build(model, traced, plan, communicator, planner=planner))):
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_planner_a_mode_is_kept() -> None:
+    model = Normed().double()
+    traced = trace(model, (X,), {}, training=True)
+
+    def on_rank(parallel: Any) -> None:
+        parallel.bn.eval()
+        with pytest.raises(ModelError, match=r"without a planner .* now bn.training = False"):
+            parallel(X)
+
+    plan = random_plan(traced.program, 2, 0)
+    simulate(2, lambda communicator: on_rank(build(model, traced, plan, communicator)))
 
 
 def test_an_object_in_place_of_a_number_is_refused() -> None:

@@ -273,55 +273,6 @@ def test_a_copy_trains_apart_from_its_model() -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-class Frozen(nn.Module):
-    """In the style of detection models, which freeze the statistics of their backbone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.bn = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.fc(x)).square().mean()
-
-
-def test_numbers_of_submodules_are_those_that_were_traced() -> None:
-    model, x = Frozen().double(), torch.randn(4, 4, dtype=torch.float64)
-    traced = trace(model, (x,), {})
-
-    def check(parallel: Any) -> None:
-        for part in (parallel, copy.deepcopy(parallel)):
-            part.bn.momentum = None  # as update_bn does
-            with pytest.raises(
-                SubmoduleError, match=r"momentum of submodule 'bn' .* now None.* with 0.1.* update_bn on"
-            ):
-                part(x)
-            part.bn.momentum = 0.1
-            part(x)
-
-    simulate(2, lambda c: check(build(model, traced, random_plan(traced.program, 2, 0), c)))
-
-
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_modes_of_submodules_are_those_that_were_traced(is_frozen: bool) -> None:
-    model, x = Frozen().double(), torch.randn(4, 4, dtype=torch.float64)
-    model.bn.train(not is_frozen)
-    traced = trace(model, (x,), {})
-    expected = model(x)
-
-    def check(parallel: Any) -> None:
-        torch.testing.assert_close(parallel(x), expected)
-        for part in (parallel, copy.deepcopy(parallel)):
-            part.bn.train(is_frozen)
-            was, now = ("eval", "training") if is_frozen else ("training", "eval")
-            message = f"submodule 'bn' .* is in {now} mode while the model is in training mode.* in {was} mode"
-            with pytest.raises(SubmoduleError, match=message):
-                part(x)
-
-    plan = random_plan(traced.program, 2, 0)
-    simulate(2, lambda c: check(build(model, traced, plan, c)))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -72,12 +72,8 @@ def main(prepare: Callable[..., Any], folder: Path, master: bool) -> dict[str, A
         if epoch >= 1:
             swa_model.update_parameters(student)
             swa_scheduler.step()
-    models = (student, swa_model.module)
-    states = [m.full_state_dict() if hasattr(m, "full_state_dict") else m.state_dict() for m in models]
-    averaged = Net(4).double()
-    averaged.load_state_dict(states[1])
-    update_bn(train_loader, averaged)
-    for model in (student, swa_model, averaged):
+    update_bn(train_loader, swa_model)
+    for model in (student, swa_model):
         model.eval()
         correct = 0
         with torch.no_grad():
@@ -85,7 +81,8 @@ def main(prepare: Callable[..., Any], folder: Path, master: bool) -> dict[str, A
                 outputs, _ = model(inputs)
                 correct += (outputs.max(1)[1] == labels).sum().item()
         found["losses"].append(100 * correct / 22)
-    states.append(averaged.state_dict())
+    models = (student, swa_model.module)
+    states = [m.full_state_dict() if hasattr(m, "full_state_dict") else m.state_dict() for m in models]
     if master:
-        torch.save(states[2], folder / "swa.pt")
+        torch.save(states[1], folder / "swa.pt")
     return found | {"state": {f"{i}.{name}": x.clone() for i, state in enumerate(states) for name, x in state.items()}}

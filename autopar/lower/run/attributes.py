@@ -17,7 +17,8 @@ Settings = tuple[tuple[str, str, Any], ...]
 """What differs from when the model was parallelized: path of a module, attribute, value."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
-_NEVER = frozenset({*vars(nn.Module()), "training"})  # modes are part of a call
+_MODE = "training"
+_NEVER = frozenset(vars(nn.Module()).keys() - {_MODE})
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class _Other:
 @dataclass
 class Attributes:
     """The attributes of a parallel module and its submodules that are plain values or tensors.
+
+    Among them are the modes of submodules.  The mode of the whole module is part of a call, and submodules are expected
+    to be in it; in the mode in which the model was parallelized, in those that they had then.
 
     Attributes:
         owners: path -> module.
@@ -53,6 +57,11 @@ class Attributes:
         }
         return cls(owners, before)
 
+    @property
+    def names(self) -> Iterable[tuple[str, str]]:
+        """All of them, as `watch` takes them."""
+        return ((path, name) for path, names in self.before.items() for name in names)
+
     def watch(self, reads: Iterable[tuple[str, str]]) -> None:
         """Programs were made with these."""
         names: dict[str, list[str]] = {}
@@ -67,11 +76,16 @@ class Attributes:
         for path, names in (self.before if everywhere else self.watched).items():
             own, before = vars(self.owners[path]), self.before[path]
             for name in names:
-                value = own.get(name)
-                if value is not before[name] and not _is_equal(value, before[name]):
+                value, known = own.get(name), self._mode_before(path) if name == _MODE else before[name]
+                if value is not known and not _is_equal(value, known):
                     changed.append((path, name, value if _is_plain(value) else _Other(type(value).__name__)))
         kept = changed if not everywhere else [each for each in changed if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
+
+    def _mode_before(self, path: str) -> bool:
+        """The mode of a submodule, as the whole module's is now."""
+        now = self.owners[""].training
+        return bool(self.before[path][_MODE]) if now == self.before[""][_MODE] else now
 
     def give(self, part: str, made: nn.Module) -> None:
         """Set those of `made`, which runs in place of the submodule `part`, as they are now."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
+from autopar.errors import AutoparError, InputShapeError, ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.autograd import ambient_autocast
 from autopar.lower.run.attributes import Attributes, Settings, settings_text
 from autopar.lower.run.execution import Executor
@@ -100,7 +100,7 @@ class CallExecutors:
         self._planner = planner
         self.compile_layers = compile_layers
         self.attributes = attributes
-        attributes.watch(planner.reads if planner is not None else ())
+        attributes.watch(planner.reads if planner is not None else attributes.names)
         # By mode, submodule and autocast's dtype, the one that was used last in front.
         self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
@@ -228,6 +228,11 @@ class CallExecutors:
         if self._planner is None:
             if part:
                 raise _no_planner(part)
+            if self.attributes.changed():
+                raise ModelError(
+                    "this module was lowered for the values that attributes had then, and without a planner it has to "
+                    f"keep them; now {settings_text(self.attributes.changed())}"
+                )
             if first.is_random or first.executable.program.updates:
                 raise AutoparError(
                     "this module was lowered for training only: it draws random numbers or updates "

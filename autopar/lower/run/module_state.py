@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, cast
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import ModelError, SubmoduleError
+from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
@@ -37,7 +37,6 @@ class ModuleState(nn.Module):
     _store: ParameterStore
     _executor: Executor
     _gradient_norm: GradientNorm
-    _modes: Mapping[bool, tuple[bool, ...]]
     _nothings: dict[str, nn.Parameter]
 
     def named_parameters(
@@ -178,42 +177,6 @@ class ModuleState(nn.Module):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
                 parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
-
-    def _note_modes(self) -> None:
-        """Remember the modes of submodules with which the original is traced: its own, or those that it switches to."""
-        self._parts: tuple[Any, ...] = tuple(nn.Module.modules(self))  # in a tuple: not registered
-        own = tuple(part.training for part in self._parts)
-        self._modes = {mode: own if mode == self.training else (mode,) * len(own) for mode in (True, False)}
-        named = cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
-        self._numbers: tuple[tuple[Any, str, str, Any], ...] = tuple(
-            (part, path, name, vars(part)[name])
-            for path, part in named
-            for name in cast("Sequence[str]", getattr(part, "__constants__", ()))
-            if isinstance(vars(part).get(name, ""), int | float | None)
-        )
-
-    def _check_modes(self) -> None:
-        """Raise SubmoduleError if a submodule is in another mode, or has another number, than was traced."""
-        for part, path, name, value in self._numbers:
-            if getattr(part, name) != value:
-                raise SubmoduleError(
-                    f"{name} of submodule {path!r} ({type(part).__name__}) of a parallelized model is now "
-                    f"{getattr(part, name)}; its program was made with {value}. Set it before autopar.parallelize, "
-                    "and keep it; where torch's update_bn sets it, load full_state_dict() into the original model, "
-                    "and call update_bn on that"
-                )
-        modes = self._modes[self.training]
-        if all(part.training == mode for part, mode in zip(self._parts, modes, strict=True)):
-            return
-        words = {True: "training", False: "eval"}
-        untyped: Any = nn.Module
-        named = zip(untyped.named_modules(self), modes, strict=True)
-        name, mode = next((name, mode) for (name, part), mode in named if part.training != mode)
-        raise SubmoduleError(
-            f"submodule {name!r} of a parallelized model is in {words[not mode]} mode while the model is in "
-            f"{words[self.training]} mode; its program was made with {name!r} in {words[mode]} mode. Set the modes of "
-            "submodules before autopar.parallelize, as in model.train(); model.norm.eval(), and keep them"
-        )
 
     def nothing_of(self, module: nn.Module) -> nn.Parameter:
         """A parameter without elements for a submodule, or for this one, that has nothing to train on this rank.

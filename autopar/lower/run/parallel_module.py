@@ -128,7 +128,6 @@ class ParallelModule(ModuleInspection):
         carry_attributes(module, self)
         self._attributes = Attributes.of(self)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
-        self._note_modes()
 
     def _bind(
         self,
@@ -232,14 +231,11 @@ class ParallelModule(ModuleInspection):
         return table.get(last)
 
     def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
-        self._check_modes()
         self._enter(f"{part!r}{_SAME_INPUTS} {{}}", lambda: (None, named_tensors(args, kwargs)))
         names = [name for name in self._store.stored if name.startswith(f"{part}.")]
         whole = {name: self._differentiable(name, self._whole(name, self._own_part(name))) for name in names}
         like = self.get_submodule(part)
         made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
-        for module, own in zip(made.modules(), like.modules(), strict=True):
-            module.training = own.training
         self._attributes.give(part, made)
         return made(*args, **kwargs)
 
@@ -276,7 +272,6 @@ class ParallelModule(ModuleInspection):
 
     def _takes_groups(self) -> bool:
         """Whether a call now may be one whose ranks pass rows of unlike lengths."""
-        self._check_modes()
         is_local = self.call_inputs is not None and self.call_inputs.is_local
         return is_local and self.training and torch.is_grad_enabled()
 
@@ -308,7 +303,6 @@ class ParallelModule(ModuleInspection):
         """What gives, or fails to give, the executor of a call with its tensors; the call is planned if need be."""
 
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
-            self._check_modes()
             known = self._executors.find(args, kwargs, is_training=self.training, part=part)
             # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
             return None if known is None else (known[0], [_read(x, but=(ShardedRows,)) for x in known[1]])
