@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.attribute_owners import attributes_of
 from autopar.errors import ExampleInputsError, InputShapeError, OutputError, PlanMismatchError, TraceError
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
@@ -278,11 +279,11 @@ class CallPlanner:
     def _set(self, settings: Settings, is_training: bool) -> None:
         """Have the twin's attributes be the model's, which is in training mode or not."""
         for path, name, _ in self._settings:
-            vars(self._twin.get_submodule(path))[name] = self._before[path, name]
+            attributes_of(self._twin, path)[name] = self._before[path, name]
         for module, own in self._modes:  # a norm may be frozen in a model that trains
             module.training = own if is_training == self._modes[0][1] else is_training
         for path, name, value in settings:
-            own = vars(self._twin.get_submodule(path))
+            own = attributes_of(self._twin, path)
             self._before.setdefault((path, name), own.get(name))
             own[name] = value
         self._settings = settings

@@ -1,13 +1,17 @@
-"""Which attributes of its modules a forward reads: numbers, flags, words and tensors that a script may set later."""
+"""Which attributes a forward reads of its modules and their configs: numbers, flags, text and tensors that a script may
+set later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autopar.attribute_owners import attribute_owners
 
 __all__ = ["recorded_reads"]
 
@@ -16,25 +20,55 @@ _KINDS = frozenset({bool, int, float, complex, str, type(None), torch.dtype, tup
 
 @contextmanager
 def recorded_reads(model: nn.Module) -> Generator[set[tuple[str, str]]]:
-    """Inside, what is read of `model` and its submodules that is neither a parameter nor a buffer, nor an object.
+    """Inside, what is read of `model`, its submodules and records that is neither a parameter nor a buffer, nor an
+    object.
 
-    The set that it gives has (path of the module, attribute) when the context has ended.
+    The set that it gives has (path of the owner, attribute) when the context has ended.
     """
-    seen: set[tuple[int, str]] = set()
+    owners = attribute_owners(model)
+    paths = {id(owner): path for path, owner in owners.items()}
     reads: set[tuple[str, str]] = set()
+    with ExitStack() as stack:
+        records: set[type] = {type(x) for x in owners.values() if not isinstance(x, nn.Module)}
+        for each in (nn.Module, *records):
+            stack.enter_context(_reads_of(each, owners, paths, reads))
+        yield reads
 
-    def read(self: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if type(value) in _KINDS:
-            seen.add((id(self), name))
+
+@contextmanager
+def _reads_of(
+    owner: type, owners: Mapping[str, object], paths: Mapping[int, str], reads: set[tuple[str, str]]
+) -> Generator[None]:
+    """Inside, reads of a class of owners are recorded."""
+    untyped: Any = owner
+    before: Callable[[Any, str], Any] = untyped.__getattribute__
+    own = vars(owner).get("__getattribute__")
+
+    def read(self: Any, name: str) -> Any:
+        value = before(self, name)
+        if type(value) in _KINDS and id(self) in paths:
+            reads.update((paths[id(self)], each) for each in _names(self, name, value))
         return value
 
-    before = vars(nn.Module).get("__getattribute__", object.__getattribute__)
-    nn.Module.__getattribute__ = read
     try:
-        yield reads
+        untyped.__getattribute__ = read
+    except TypeError:  # of a class that is written in C: all its objects may be read
+        reads.update((path, name) for path, x in owners.items() if type(x) is owner for name in vars(x))
+        yield
+        return
+    try:
+        yield
     finally:
-        nn.Module.__getattribute__ = before
-        modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-        for path, module in modules:
-            reads.update((path, name) for name in vars(module) if (id(module), name) in seen)
+        if own is None:
+            del untyped.__getattribute__
+        else:
+            untyped.__getattribute__ = own
+
+
+def _names(owner: object, name: str, value: Any) -> tuple[str, ...]:
+    """The attributes of an owner that were read by this name, with this result."""
+    own = vars(owner)
+    if name in own or isinstance(owner, nn.Module):
+        return (name,) if name in own else ()
+    # Configs have further names for some: it may be any that has this value.
+    return tuple(each for each, x in own.items() if x is value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,17 @@ class Block(nn.Module):
         return x + self.scale * self.fc(x).tanh()
 
 
+@dataclass
+class Config:
+    """In the style of a library: modules share it, and read it when they run."""
+
+    power: int = 1
+    names: list[str] = field(default_factory=list)
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, {"exponent": "power"}.get(name, name))
+
+
 class Chunked(nn.Module):
     """Gives its result in as many chunks as it was told to, whole for 0."""
 
@@ -36,6 +48,7 @@ class Chunked(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.num_chunks, self.temperature, self.calls = 2, None, 0
         self.gain = torch.ones(8, dtype=torch.float64)
+        self.config = self.blocks[0].config = Config()
 
     def set_num_chunks(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
@@ -44,6 +57,7 @@ class Chunked(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x * self.gain if self.training else x if self.temperature is None else x / self.temperature
+        x = x**self.config.exponent
         return list(x.chunk(self.num_chunks)) if self.num_chunks else x
 
 
@@ -63,7 +77,9 @@ def on_ranks(action: Any) -> list[Any]:
     plan = random_plan(traced.program, 2, 0)
     planner = call_planner(model, traced, plan)
     scale, chunks, sharp = ("blocks.1", "scale", 3.0), ("", "num_chunks", 0), ("", "temperature", 0.5)
-    for mode, settings in ((True, (scale,)), (True, (chunks,)), (True, ()), (False, (chunks, sharp)), (False, ())):
+    power = ("config", "power", 2)
+    training: list[tuple[Any, ...]] = [(chunks, power), (scale,), (chunks,), ()]
+    for mode, settings in (*((True, each) for each in training), (False, (chunks, sharp)), (False, ())):
         planner((X,), {}, mode, "", None, settings)  # ranks are threads, and tracing is for one at a time
     return simulate(2, lambda communicator: action(build(model, traced, plan, communicator, planner=planner)))
 
@@ -83,6 +99,9 @@ def results(model: Any) -> list[Any]:
     model.blocks[1].scale = 1.0
     model.set_num_chunks(0)
     found.append(call().detach())
+    model.config.power = 2
+    found.append(call().detach())
+    model.config = replace(model.config, power=1)
     model.eval()
     with torch.no_grad():
         model.temperature = 0.5
@@ -107,7 +126,7 @@ def test_calls_do_what_one_device_does_with_the_present_values() -> None:
     for found, count, texts in on_ranks(on_rank):
         for mine, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
-        assert count == 5, texts  # coming back to values that were seen plans nothing, nor does what nobody reads
+        assert count == 6, texts  # coming back to values that were seen plans nothing, nor does what nobody reads
         assert any("blocks.1.scale = 3.0" in text for text in texts)
 
 

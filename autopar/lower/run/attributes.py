@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from autopar.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 from autopar.errors import ModelError
 
 __all__ = ["Attributes", "Settings", "settings_text"]
@@ -16,7 +16,6 @@ __all__ = ["Attributes", "Settings", "settings_text"]
 Settings = tuple[tuple[str, str, Any], ...]
 """What differs from when the model was parallelized: path of a module, attribute, value."""
 
-_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
 _MODE = "training"
 _NEVER = frozenset(vars(nn.Module()).keys() - {_MODE})
 
@@ -30,32 +29,31 @@ class _Other:
 
 @dataclass
 class Attributes:
-    """The attributes of a parallel module and its submodules that are plain values or tensors.
+    """The attributes of a parallel module, its submodules and their configs that are plain values or tensors.
 
     Among them are the modes of submodules.  The mode of the whole module is part of a call, and submodules are expected
     to be in it; in the mode in which the model was parallelized, in those that they had then.
 
     Attributes:
-        owners: path -> module.
-        before: path -> attributes as they were when the model was parallelized.
+        root: the parallel module.
+        before: path of the owner (`attribute_owners`) -> attributes as they were when the model was parallelized.
         watched: those that some program was made with: path -> names.
     """
 
-    owners: Mapping[str, nn.Module]
+    root: nn.Module
     before: Mapping[str, Mapping[str, Any]]
     watched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     @classmethod
     def of(cls, root: nn.Module, like: Attributes | None = None) -> Attributes:
         """As they are now, or were in the module that `root` is a copy of."""
-        owners = dict(cast("Iterable[tuple[str, nn.Module]]", root.named_modules()))
         if like is not None:
-            return cls(owners, like.before, dict(like.watched))
+            return cls(root, like.before, dict(like.watched))
         before = {
-            path: {name: x for name, x in vars(module).items() if name not in _NEVER and _is_kept(x)}
-            for path, module in owners.items()
+            path: {name: x for name, x in vars(owner).items() if name not in _NEVER and _is_kept(x)}
+            for path, owner in attribute_owners(root).items()
         }
-        return cls(owners, before)
+        return cls(root, before)
 
     @property
     def names(self) -> Iterable[tuple[str, str]]:
@@ -74,25 +72,24 @@ class Attributes:
         """Those with other values than before, of those that programs were made with, or of all that can be used."""
         changed: list[tuple[str, str, Any]] = []
         for path, names in (self.before if everywhere else self.watched).items():
-            own, before = vars(self.owners[path]), self.before[path]
+            own, before = attributes_of(self.root, path), self.before[path]
             for name in names:
                 value, known = own.get(name), self._mode_before(path) if name == _MODE else before[name]
                 if value is not known and not _is_equal(value, known):
-                    changed.append((path, name, value if _is_plain(value) else _Other(type(value).__name__)))
+                    changed.append((path, name, value if is_plain(value) else _Other(type(value).__name__)))
         kept = changed if not everywhere else [each for each in changed if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
 
     def _mode_before(self, path: str) -> bool:
         """The mode of a submodule, as the whole module's is now."""
-        now = self.owners[""].training
+        now = self.root.training
         return bool(self.before[path][_MODE]) if now == self.before[""][_MODE] else now
 
     def give(self, part: str, made: nn.Module) -> None:
         """Set those of `made`, which runs in place of the submodule `part`, as they are now."""
-        for path, module in cast("Iterable[tuple[str, nn.Module]]", made.named_modules()):
-            full = _full(part, path) if path else part
-            own = vars(self.owners[full])
-            vars(module).update({name: own[name] for name in self.before[full] if name in own})
+        for path, owner in attribute_owners(made).items():
+            own = attributes_of(self.root, joined(part, path) if path else part)
+            vars(owner).update({name: x for name, x in own.items() if name not in _NEVER and is_plain(x)})
 
     def check(self) -> None:
         """Raise ModelError if one that programs were made with is something that none can be made with now."""
@@ -101,7 +98,7 @@ class Attributes:
                 before = self.before[path][name]
                 was = "another tensor" if isinstance(before, Tensor) else repr(before)
                 raise ModelError(
-                    f"forward reads the attribute {_full(path, name)!r}, which was {was} when the model was "
+                    f"forward reads the attribute {joined(path, name)!r}, which was {was} when the model was "
                     f"parallelized and is a {value.kind} now. Only numbers, flags and text may change: pass it to the "
                     "call, or register it with register_buffer before autopar.parallelize"
                 )
@@ -109,19 +106,11 @@ class Attributes:
 
 def settings_text(settings: Settings) -> str:
     """For people and for ranks to compare."""
-    return ", ".join(f"{_full(path, name)} = {value!r}" for path, name, value in settings)
-
-
-def _full(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, cast("tuple[Any, ...]", value))) if type(value) is tuple else type(value) in _PLAIN
+    return ", ".join(f"{joined(path, name)} = {value!r}" for path, name, value in settings)
 
 
 def _is_kept(value: Any) -> bool:
-    return _is_plain(value) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return is_plain(value) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
 
 
 def _is_equal(value: Any, before: Any) -> bool:

@@ -1,0 +1,66 @@
+"""What has attributes that a forward reads and a script may set: modules, and records such as their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["attribute_owners", "attributes_of", "is_plain", "joined"]
+
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
+_DEEPEST = 3  # a config of configs, such as those of text and images, with one more level; objects may have circles
+_IN_RECORDS = (list, tuple, dict, set, frozenset, torch.device)  # read once
+
+
+def attribute_owners(root: nn.Module) -> dict[str, object]:
+    """Path -> module, and then path -> record, of `root` and all that it has; each under the first of its paths.
+
+    A record is an object with attributes that are plain values, containers and other records only, as configs are.
+    """
+    owners: dict[str, object] = dict(cast("Iterable[tuple[str, nn.Module]]", nn.Module.named_modules(root)))
+    seen: set[int] = set()
+    for path, module in list(owners.items()):
+        for name, value in vars(module).items():
+            owners.update(_records(joined(path, name), value, seen))
+    return owners
+
+
+def attributes_of(root: nn.Module, path: str) -> dict[str, Any]:
+    """Those of what `root` has at a path of `attribute_owners` now; none where nothing is."""
+    owner: object = root
+    for name in path.split(".") if path else ():
+        own = vars(owner)
+        owner = own.get("_modules", {}).get(name) or own.get(name)
+        if not hasattr(owner, "__dict__"):
+            return {}
+    return vars(owner)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a flag, text or a dtype, or a tuple of these."""
+    return all(map(is_plain, cast("tuple[Any, ...]", value))) if type(value) is tuple else type(value) in _PLAIN
+
+
+def joined(path: str, name: str) -> str:
+    """The path of an attribute."""
+    return f"{path}.{name}" if path else name
+
+
+def _records(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+    if id(value) in seen or not _is_record(value):
+        return
+    seen.add(id(value))
+    yield path, value
+    for name, inner in vars(value).items():
+        yield from _records(joined(path, name), inner, seen)
+
+
+def _is_record(value: object, depth: int = 1) -> bool:
+    if isinstance(value, type | nn.Module | torch.Tensor) or callable(value) or not getattr(value, "__dict__", None):
+        return False
+    return depth <= _DEEPEST and all(
+        is_plain(x) or isinstance(x, _IN_RECORDS) or _is_record(x, depth + 1) for x in vars(value).values()
+    )
