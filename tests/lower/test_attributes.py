@@ -48,7 +48,7 @@ class Chunked(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.num_chunks, self.temperature, self.calls = 2, None, 0
         self.gain = torch.ones(8, dtype=torch.float64)
-        self.config = self.blocks[0].config = Config()
+        self.config = Config()
 
     def set_num_chunks(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
@@ -86,6 +86,7 @@ def on_ranks(action: Any) -> list[Any]:
 
 def results(model: Any) -> list[Any]:
     """Outputs and a gradient, with attributes changed and set back, by methods and by hand."""
+    model.config = replace(model.config)  # simulated ranks share the original's
 
     def call() -> Tensor:
         given = model(X)
@@ -101,7 +102,7 @@ def results(model: Any) -> list[Any]:
     found.append(call().detach())
     model.config.power = 2
     found.append(call().detach())
-    model.config = replace(model.config, power=1)
+    model.config.power = 1
     model.eval()
     with torch.no_grad():
         model.temperature = 0.5
