@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -72,13 +73,22 @@ class Attributes:
         """Those with other values than before, of those that programs were made with, or of all that can be used."""
         changed: list[tuple[str, str, Any]] = []
         for path, names in (self.before if everywhere else self.watched).items():
-            own, before = attributes_of(self.root, path), self.before[path]
+            own, before = self._now(path), self.before[path]
             for name in names:
                 value, known = own.get(name), self._mode_before(path) if name == _MODE else before[name]
                 if value is not known and not _is_equal(value, known):
                     changed.append((path, name, value if is_plain(value) else _Other(type(value).__name__)))
         kept = changed if not everywhere else [each for each in changed if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
+
+    @cached_property
+    def _modules(self) -> dict[str, dict[str, Any]]:
+        """Path -> attributes of each module, which stay where they are; records may be replaced."""
+        named = cast("Iterable[tuple[str, nn.Module]]", nn.Module.named_modules(self.root))
+        return {path: vars(module) for path, module in named}
+
+    def _now(self, path: str) -> dict[str, Any]:
+        return self._modules[path] if path in self._modules else attributes_of(self.root, path)
 
     def _mode_before(self, path: str) -> bool:
         """The mode of a submodule, as the whole module's is now."""
@@ -88,7 +98,7 @@ class Attributes:
     def give(self, part: str, made: nn.Module) -> None:
         """Set those of `made`, which runs in place of the submodule `part`, as they are now."""
         for path, owner in attribute_owners(made).items():
-            own = attributes_of(self.root, joined(part, path) if path else part)
+            own = self._now(joined(part, path) if path else part)
             vars(owner).update({name: x for name, x in own.items() if name not in _NEVER and is_plain(x)})
 
     def check(self) -> None:
