@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -73,6 +74,7 @@ class Body:
         kept_bytes: bytes that autograd saves for each row, other than operands and results.
         width: how devices can split each expert; None if they can't.
         summed: so many rows, those of a token, are added up at the end; 1: each row is a result.
+        groups: (number of groups of neighboring experts, on how many of them a token has experts at most).
     """
 
     ops: tuple[Op, ...]
@@ -83,6 +85,7 @@ class Body:
     kept_bytes: float = 0.0
     width: InnerWidth | None = None
     summed: int = 1
+    groups: tuple[int, int] = (1, 1)
 
     def text(self) -> str:
         """The body as text, which is an argument of the op."""
@@ -97,6 +100,7 @@ class Body:
                 "kept_bytes": self.kept_bytes,
                 "width": self.width and asdict(self.width),
                 "summed": self.summed,
+                "groups": self.groups,
             }
         )  # fmt: skip
 
@@ -143,6 +147,7 @@ def read_body(text: str) -> Body:
         plain["kept_bytes"],
         plain["width"] and _width(**plain["width"]),
         plain["summed"],
+        (plain["groups"][0], plain["groups"][1]),
     )
 
 
@@ -210,7 +215,13 @@ class _Call:
         """
         busiest, numbers = dict(self.body.busiest), range(1, self.num_experts + 1)
         return tuple(
-            (n, min(float(n), busiest.get(n, 1.0) * _num_reached(self.num_experts, n, self.body.summed)))
+            (
+                n,
+                min(
+                    float(n),
+                    busiest.get(n, 1.0) * _num_reached(self.num_experts, n, self.body.summed, self.body.groups),
+                ),
+            )
             for n in numbers
             if self.num_experts % n == 0
         )
@@ -240,11 +251,46 @@ class _Call:
         return self.ids.shape[0] * self.members.shape[0] / self.num_experts * self.skew
 
 
-def _num_reached(num_experts: int, num_devices: int, num_chosen: int) -> float:
-    """On how many devices a token has experts on average, if it chooses any as likely as any other, none twice."""
-    elsewhere = num_experts - num_experts // num_devices
-    missed = math.prod(max(0, elsewhere - i) / (num_experts - i) for i in range(min(num_chosen, num_experts)))
-    return num_devices * (1.0 - missed)
+@lru_cache(maxsize=1024)
+def _num_reached(num_experts: int, num_devices: int, num_chosen: int, groups: tuple[int, int]) -> float:
+    """On how many devices a token has experts on average, none twice.
+
+    Any groups are as likely as any others.  Each group that is chosen has one of the token's experts, as routers choose
+    groups by their best experts; the others are any of those groups, as likely as any others.
+    """
+    num_groups, most = groups[0], min(groups[1], num_chosen)
+    size, per_device = num_experts // num_groups, num_experts // num_devices
+    ends = range(size, num_experts + 1, size)
+    devices = Counter(
+        tuple(sorted(max(0, min(first + per_device, end) - max(first, end - size)) for end in ends))
+        for first in range(0, num_experts, per_device)
+    )
+    return sum(count * (1.0 - _missed(own, size, most, num_chosen)) for own, count in devices.items())
+
+
+def _missed(own: Sequence[int], size: int, most: int, num_chosen: int) -> float:
+    """The probability that a token has none of a device's experts.
+
+    Args:
+        own: how many experts of each group the device has.
+        size: experts of a group.
+        most: groups that a token chooses.
+        num_chosen: experts that it chooses.
+    """
+    # By the number of groups, and of the device's experts in them: the sum, over all choices of so many groups, of the
+    # probability that the device has the first expert of none.
+    first_missed = {(0, 0): 1.0}
+    for share in own:
+        for (groups, experts), missed in list(first_missed.items()):
+            more = (groups + 1, experts + share)
+            first_missed[more] = first_missed.get(more, 0.0) + missed * (1.0 - share / size)
+    others, num_others = most * (size - 1), min(num_chosen, most * size) - most
+    total = sum(
+        missed * math.comb(max(0, others - experts), num_others)
+        for (groups, experts), missed in first_missed.items()
+        if groups == most
+    )
+    return total / (math.comb(len(own), most) * math.comb(others, num_others))
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:

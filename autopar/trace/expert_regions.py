@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.ops.experts import ENDS, IDS, PRODUCT, TRANSPOSE, Body
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.batched_experts import find_batched
+from autopar.trace.expert_groups import group_limit
 from autopar.trace.expert_proof import LISTS, PRODUCTS, Region, proven_body
 from autopar.trace.expert_widths import in_equal_parts, moved_bytes
 from autopar.trace.graph import Graph, Names
@@ -40,6 +41,7 @@ def join_experts(graph: Graph) -> Graph:
         for region in () if op.name in taken else _with_and_without_sums(graph, _regions(graph, place, readers)):
             body = proven_body(graph, region)
             if body is not None:
+                body = replace(body, groups=group_limit(graph, region.ids, region.num_experts))
                 members = names.fresh("members")
                 types[members] = TensorType((region.num_experts,), "int64")
                 replaced[region.end.name] = replace(region, body=body).write(members)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
-from autopar.ops.experts import EXPERTS
+from autopar.ops.experts import EXPERTS, read_body
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
@@ -98,6 +99,62 @@ def test_what_is_sent_is_what_is_priced(nodes: int, per_node: int):
     plan = on_nodes(who.traced.program, nodes, per_node)
     assert axes_of_dispatch(who.traced.program, plan) == {(2, 2) if nodes > 1 else (4,)}
     assert_parity(who, plan)
+
+
+class Limited(Routed):
+    """A token has three experts, all in the better one of two groups; `form` is how the router writes that."""
+
+    def __init__(self, form: str = "") -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+        """A scalar."""
+        size = NUM_EXPERTS // 2
+        hidden = self.mix(x)
+        best = scores.view(-1, 2, size).amax(-1).topk(1, dim=-1).indices
+        marks = torch.zeros_like(scores[:, :2]).scatter(1, best, 1.0)
+        by_expert = marks.unsqueeze(-1).expand(-1, -1, size).reshape(-1, NUM_EXPERTS)
+        if self.form == "interleaved":
+            by_expert = marks.unsqueeze(1).expand(-1, size, -1).reshape(-1, NUM_EXPERTS)
+        elif self.form == "others":
+            by_expert = 1.0 - by_expert
+        if self.form == "hidden groups":
+            hidden_groups = torch.ones_like(marks, dtype=torch.bool).scatter(1, best, False)
+            left = scores.view(-1, 2, size).masked_fill(hidden_groups.unsqueeze(-1), -torch.inf).flatten(1)
+        else:
+            left = scores.masked_fill(~by_expert.bool(), 9.0 if self.form == "favored" else 0.0)
+        ids = left.topk(3, dim=-1).indices
+        return (hidden + self.experts(hidden, ids.reshape(-1), weights)).square().mean()
+
+
+@cache
+def every_triple_of_a_group() -> Subject:
+    """Four devices, each with tokens for each three experts of each group."""
+    torch.manual_seed(0)
+    scores = [[float(group == g) * (e != left) + 0.5 * (group == g) for g in range(2) for e in range(4)]
+              for group in range(2) for left in range(4)] * 16  # fmt: skip
+    inputs = {"x": torch.randn(128, 8).double(), "scores": torch.tensor(scores).double()}
+    return trained_alone(Limited().double(), {**inputs, "weights": torch.rand(128, 3).double()})
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 4)])
+def test_a_token_is_sent_to_no_more_groups_of_experts_than_its_router_chooses(nodes: int, per_node: int):
+    who = every_triple_of_a_group()
+    plan = on_nodes(who.traced.program, nodes, per_node)
+    assert axes_of_dispatch(who.traced.program, plan) == {(2, 2) if nodes > 1 else (4,)}
+    assert_parity(who, plan)  # what is sent is what is priced
+
+
+@pytest.mark.parametrize(("form", "num_tokens", "groups"), [
+    ("", 16, (2, 1)), ("hidden groups", 8192, (2, 1)), ("interleaved", 16, (1, 1)), ("others", 16, (1, 1)),
+    ("favored", 16, (1, 1)),
+])  # fmt: skip
+def test_groups_are_those_that_a_router_leaves(form: str, num_tokens: int, groups: tuple[int, int]):
+    inputs = {name: torch.rand(num_tokens, width) for name, width in (("x", 8), ("scores", 8), ("weights", 3))}
+    ops = [op for layer in trace_model(Limited(form), inputs).program.layers for op in layer.ops]
+    (op,) = [op for op in ops if op.target == EXPERTS]
+    assert read_body(str(op.args[6])).groups == groups
 
 
 def test_tokens_with_all_experts_on_one_node_cross_the_network_once():

@@ -19,7 +19,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import StepReport
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops import family_of
-from autopar.ops.experts import EXPERTS
+from autopar.ops.experts import EXPERTS, read_body
 from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.planning.imbalance import read_imbalance
@@ -139,6 +139,7 @@ def test_experts_of_a_model_are_one_op(name: str, count: int):
     assert len(regions(who)) == count
     assert {"tokens", "experts", "dispatch", "ffn"} <= {option.factor for option in regions(who)[0].options}
     assert not [op for layer in who.traced.program.layers for op in layer.ops if "sort" in op.target]
+    assert {read_body(str(op.args[6])).groups for op in regions(who)} == {(4, 2) if name == "deepseek" else (1, 1)}
 
 
 def test_experts_are_one_op_however_many_rows_there_are():
