@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.api import trace_model
 from autopar.ops.experts import EXPERTS
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
@@ -81,3 +82,19 @@ def test_capacity_forms_are_ordinary_ops_that_train_as_on_one_device(
     plan = forced_plan(program, 2, *constraints)
     assert_parity(who, plan, priced=False)
     assert_parity(who, random_plan(program, 4, len(constraints)), priced=False)
+
+
+class Checked(Capacity):
+    """It raises where a row would be dropped."""
+
+    def experts(self, x: Tensor, mask: Tensor, place: Tensor, weight: Tensor) -> Tensor:
+        if (place >= CAPACITY).any():
+            raise ValueError("capacity")
+        return super().experts(x, mask, place, weight)
+
+
+def test_a_check_of_the_capacity_is_left_out_with_a_note() -> None:
+    """As every check of values; rows beyond the capacity are dropped, as they are without it."""
+    program = trace_model(Checked(), {"x": torch.zeros(32, WIDTH)}).program
+    (note,) = [note for note in program.notes if "this check of values is left out" in note]
+    assert "test_expert_forms.py" in note

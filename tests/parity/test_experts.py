@@ -413,11 +413,62 @@ def test_a_router_that_gives_nan_spoils_what_it_spoils_on_one_device(factor: str
     plan = next(p for p in (random_plan(program, 2, seed) for seed in range(64)) if factor in _factors(program, p))
     inputs = {**who.inputs, "weights": who.inputs["weights"].clone()}
     inputs["weights"][3] = float("nan")
-    alone = copy.deepcopy(who.model)
-    alone(**inputs).backward()
-    spoiled = {name: nan_in(parameter) for name, parameter in alone.named_parameters()}
+    spoiled = assert_spoiled_alike(who, plan, inputs)
     assert spoiled["up"].any()
     assert not spoiled["up"].all()
+
+
+class Chosen(Routed):
+    """A router without losses, and a result that is no NaN where only a token's experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, NUM_EXPERTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        weights, ids = self.router(x).softmax(-1).topk(2, dim=-1)
+        return (self.mix(x.nan_to_num()) + self.experts(x, ids.reshape(-1), weights)).square().mean()
+
+
+@cache
+def chosen() -> Subject:
+    torch.manual_seed(0)
+    return trained_alone(Chosen().double(), {"x": torch.randn(16, 8).double()})
+
+
+@pytest.mark.parametrize("factor", ["experts", "dispatch"])
+def test_a_token_whose_scores_are_nan_goes_where_it_goes_on_one_device(factor: str):
+    who = chosen()
+    plans = (random_plan(who.traced.program, 4, seed) for seed in range(64))
+    plan = next(p for p in plans if factor in _factors(who.traced.program, p))
+    x = who.inputs["x"].clone()
+    x[3] = float("nan")
+    spoiled = assert_spoiled_alike(who, plan, {"x": x})
+    of_experts = spoiled["up"].flatten(1)
+    assert (of_experts.any(1) == of_experts.all(1)).all()
+    assert of_experts.any(1).sum() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constraints", [("expert=2",), ("expert=2", "context=2")])
+def test_a_batch_of_padding_alone(constraints: tuple[str, ...]):
+    """Its loss is NaN, and its gradients are zeros, as on one device."""
+    model, inputs = make("mixtral", "batched_mm")
+    mask = torch.ones_like(inputs["input_ids"])
+    who = trained_alone(model.double().train(), {**inputs, "attention_mask": mask})
+    plan = forced_plan(who.traced.program, 2 ** len(constraints), *constraints)
+    padding = {**inputs, "labels": torch.full_like(mask, -100), "attention_mask": torch.zeros_like(mask)}
+    assert not any(spoiled.any() for spoiled in assert_spoiled_alike(who, plan, padding).values())
+
+
+def assert_spoiled_alike(who: Subject, plan: Plan, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss is NaN, and so are the same entries of gradients as on one device, which are returned as 1.0."""
+    alone = copy.deepcopy(who.model)
+    loss = loss_of(alone(**inputs))
+    assert loss.isnan()
+    loss.backward()
+    spoiled = {name: nan_in(parameter) for name, parameter in alone.named_parameters()}
 
     def run(model: ParallelModule) -> Run:
         loss = loss_of(model(**inputs))
@@ -427,6 +478,7 @@ def test_a_router_that_gives_nan_spoils_what_it_spoils_on_one_device(factor: str
 
     found = join_runs(run_ranks(who.model, who.traced, plan, run), plan.num_groups).gradients
     assert all(torch.equal(found[name], spoiled[name]) for name in spoiled)
+    return spoiled
 
 
 def nan_in(parameter: nn.Parameter) -> Tensor:
