@@ -25,6 +25,8 @@ class KnownLayers:
     """Of device groups and microbatches of the best pipeline of the last search that found one."""
     inner_sizes: frozenset[int] = frozenset()
     """Of the meshes of its usual layers."""
+    piece_tokens: int = 0
+    """Of its program (`Program.piece_tokens`)."""
     _made: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     _memory_prices: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     _alive: dict[int, object] = field(default_factory=dict[int, object])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,9 +18,13 @@ from autopar.planning import logits
 from autopar.planning.logits import search_plan
 from autopar.program import Program
 from autopar.search import SearchRequest, candidate_sets, layer_work, plan_search, search
+from autopar.search.constraints import demands_on, parse_constraints
 from autopar.search.known_layers import KnownLayers
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.pipeline_constraints import pipeline_demands
+from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.plan_selection import preferred_s
+from autopar.search.search_context import SearchContext
 from autopar.step.logits import in_pieces
 from tests.models import make_llama
 
@@ -172,3 +177,24 @@ def test_other_demands_on_activations_and_storage_share_problems_and_costs(monke
         assert num_shared < len(costs)
         assert shared.decisions == alone.decisions
         assert shared.prediction == alone.prediction
+
+
+@pytest.mark.parametrize(("piece_tokens", "expected"), [(0, [(2, 8)]), (64, [(2, 8), (4, 8), (4, 16), (8, 16)])])
+def test_numbers_that_are_slow_with_logits_in_pieces_are_no_reason_to_try_no_others(
+    piece_tokens: int, expected: list[tuple[int, int]]
+) -> None:
+    """Whole logits may have left no room for others; a search of the same program with eager layers ends there."""
+    own = replace(program(), piece_tokens=piece_tokens)
+    request, nothing = SearchRequest(schedules=schedule_actions), parse_constraints((), 8)
+    request.known.numbers = (2, 8)
+    context = SearchContext(own, 8, prices(), request, nothing, demands_on(own, nothing))
+    demands = pipeline_demands(nothing, own, 8, is_training=True)
+    pipelines = PipelineSearch(context, schedule_actions, demands, math.inf, _enough_s=5.0)
+    tried: list[tuple[int, int]] = []
+
+    def attempt(groups: int, count: int) -> float:
+        tried.append((groups, count))
+        return {(2, 8): 6.0, (4, 8): 4.0, (4, 16): 3.0}.get((groups, count), 7.0)
+
+    pipelines._walk_to_best({2: [8], 4: [8, 16], 8: [16]}, attempt)
+    assert tried == expected

@@ -92,6 +92,7 @@ class PipelineSearch:
         if results.best is not None:
             known, shape = self.context.request.known, results.best.shape
             known.numbers, known.inner_sizes = (shape.num_groups, shape.num_microbatches), results.best.inner_sizes
+            known.piece_tokens = self.context.program.piece_tokens
         return results
 
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
@@ -130,11 +131,15 @@ class PipelineSearch:
             return min(known, key=lambda other: (min(tried[groups, other], _RULED_OUT_S), -other))
 
         ordered = sorted(groups for groups, own in counts.items() if own)
-        groups, count = self.context.request.known.numbers
-        if count in counts.get(groups, ()):
-            if attempt(groups, count) >= self._enough_s:
+        known = self.context.request.known
+        groups, count = known.numbers
+        is_known = count in counts.get(groups, ())
+        if is_known and attempt(groups, count) >= self._enough_s:
+            if known.piece_tokens == self.context.program.piece_tokens:
                 return  # what was the best before is no match for what is known by now
-        else:
+            # Whole logits may have left no room for any other numbers, of which nothing is known then.
+            is_known, known.numbers, known.inner_sizes = False, (0, 0), frozenset()
+        if not is_known:
             groups = ordered[len(ordered) // 2]
             count = self._first_count(groups, counts[groups])
         share = other_counts(groups, count) / groups
