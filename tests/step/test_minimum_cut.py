@@ -1,0 +1,34 @@
+"""Minimum cuts against those of networkx, which torch needs and so is there."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import networkx
+import pytest
+
+from autopar.step.minimum_cut import FlowNetwork
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_largest_side_of_the_least_cut(seed: int) -> None:
+    """Small whole capacities, so that there are ties, and edges that are never cut; the same network twice."""
+    rng = random.Random(seed)
+    nodes = ["source", *range(12), "sink"]
+    pairs = list(dict.fromkeys(tuple(sorted(rng.sample(range(14), 2), reverse=rng.random() < 0.2)) for _ in range(40)))
+    network = FlowNetwork("source", "sink")
+    assert [network.add_edge(nodes[a], nodes[b]) for a, b in pairs + pairs[:3]] == [*range(len(pairs)), 0, 1, 2]
+    for _ in range(2):
+        capacities = [rng.choice((0.0, 1.0, 2.0, 5.0, math.inf if b != 13 else 3.0)) for _, b in pairs]
+        expected = networkx.DiGraph()
+        expected.add_nodes_from(nodes)
+        expected.add_edges_from(
+            (nodes[a], nodes[b], {"capacity": c}) for (a, b), c in zip(pairs, capacities, strict=True)
+        )
+        value, sides = networkx.minimum_cut(expected, "source", "sink")
+        side = network.source_side(capacities)
+        assert side == {node for node in sides[0] if node in side or expected.degree(node)}
+        assert value == sum(
+            c for (a, b), c in zip(pairs, capacities, strict=True) if nodes[a] in side and nodes[b] not in side
+        )
