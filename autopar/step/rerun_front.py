@@ -137,9 +137,9 @@ class _Hull:
         def add(tail: str | TensorKey, head: str | TensorKey, num_bytes: float = 0.0, seconds: float = 0.0) -> None:
             capacities[network.add_edge(tail, head)] = (num_bytes, seconds)
 
-        for key in self.saved:
-            add("source", key, seconds=math.inf)  # it is never cut
         for key, num_bytes in self.graph.sizes.items():
+            if key in self.saved:
+                add("source", key, seconds=math.inf)  # it is never cut
             op = self.maker.get(key)
             add(key, op.name if op else "sink", num_bytes=num_bytes)
         for node in self.graph.nodes:

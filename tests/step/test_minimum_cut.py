@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
 
 import networkx
 import pytest
@@ -32,3 +33,21 @@ def test_the_largest_side_of_the_least_cut(seed: int) -> None:
         assert value == sum(
             c for (a, b), c in zip(pairs, capacities, strict=True) if nodes[a] in side and nodes[b] not in side
         )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_makes_no_cut_dearer(seed: int) -> None:
+    """Capacities as in fronts, prices times bytes beside seconds, against fractions."""
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(14) for b in range(a + 1, 14) if rng.random() < 0.3 or b == a + 1]
+    network = FlowNetwork(0, 13)
+    for pair in pairs:
+        network.add_edge(*pair)
+    for _ in range(4):
+        price = rng.random() * 1e-8
+        capacities = [rng.choice((price * rng.randrange(1 << 24), 1e-3 * rng.random())) for _ in pairs]
+        exact = networkx.DiGraph()
+        exact.add_edges_from((a, b, {"capacity": Fraction(c)}) for (a, b), c in zip(pairs, capacities, strict=True))
+        side = network.source_side(capacities)
+        value = sum(c for (a, b), c in zip(pairs, capacities, strict=True) if a in side and b not in side)
+        assert value == pytest.approx(float(networkx.minimum_cut_value(exact, 0, 13)), rel=1e-12)
