@@ -47,8 +47,10 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         return _in_processes(_in_group, world, (function, world, args, folder, timeout_s), folder, timeout_s)
 
 
-def run_program(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400) -> str:
-    """Run a script as `run_script` does, in processes that have imported torch, transformers and autopar already.
+def run_program(
+    path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400, folder: Path = REPOSITORY
+) -> str:
+    """Run a script in `folder` as `run_script` does, in processes that have imported torch, transformers and autopar.
 
     Each sees the arguments and the environment that torchrun gives it; `world` 0 is one process without these.  What
     torchrun does besides is left out, so some script is to be run by `run_script`, too.
@@ -62,9 +64,10 @@ def run_program(path: str | Path, world: int, args: Sequence[str] = (), timeout_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="program-") as folder:
-        _in_processes(_run_program, max(world, 1), (str(path), world, list(args), port, folder), folder, timeout_s)
-        return "".join(Path(folder, f"printed{rank}").read_text() for rank in range(max(world, 1)))
+    with tempfile.TemporaryDirectory(prefix="program-") as results:
+        given = (str(path), world, list(args), port, results, str(folder))
+        _in_processes(_run_program, max(world, 1), given, results, timeout_s)
+        return "".join(Path(results, f"printed{rank}").read_text() for rank in range(max(world, 1)))
 
 
 def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400) -> str:
@@ -133,15 +136,15 @@ def _in_group(
     return result
 
 
-def _run_program(rank: int, path: str, world: int, args: list[str], port: int, folder: str) -> None:
-    with Path(folder, f"printed{rank}").open("w") as printed:
+def _run_program(rank: int, path: str, world: int, args: list[str], port: int, results: str, folder: str) -> None:
+    with Path(results, f"printed{rank}").open("w") as printed:
         os.dup2(printed.fileno(), 1)
     if world:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests",
         }  # fmt: skip
-    os.chdir(REPOSITORY)
+    os.chdir(folder)
     sys.argv = [path, *args]
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")

@@ -288,10 +288,9 @@ def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDeman
 
 def _recompute_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> tuple[str, ...]:
     is_left = settings.training.compiled  # a compiler chooses by itself which cheap ops to run again
-    reruns = settings.reruns.get(kind, ())
     if demands.recompute == OPS:
         offloads = demands.offload == "activations"
-        named = tuple(rerun_policy_name(rerun_ops(name), offloads=offloads) for name in reruns)
+        named = tuple(rerun_policy_name(rerun_ops(name), offloads=offloads) for name in settings.reruns(kind))
         return named or matching_policies("none", offloads=offloads)
     if demands.offload or demands.recompute:
         if demands.offload:
@@ -299,7 +298,7 @@ def _recompute_variants(settings: StepSettings, kind: int, demands: LayerDemands
         return (demands.recompute,)
     if not settings.training.is_training:
         return ("none",)
-    policies = map(activation_policy, policy_names())
+    policies, reruns = map(activation_policy, policy_names()), settings.reruns(kind)
     offloads = settings.prices.host.overlaps
     searched = (
         each.name

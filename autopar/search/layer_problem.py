@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,7 +55,8 @@ class StepSettings:
             where all forwards come first.
         op_shares: layer kind -> per op of a compiled layer, which part of its seconds alone it takes about, forward and
             backward: what kernels are made of differs between strategies, which are priced as they are once found.
-        reruns: by kind of layer, ways to keep activations that name the ops that run again.
+        reruns: of a kind of layer, ways to keep activations that name the ops that run again.  They are looked for
+            when they are asked for first: where a constraint says how activations are kept, nobody asks.
     """
 
     program: Program
@@ -69,7 +70,7 @@ class StepSettings:
     op_shares: Mapping[int, tuple[tuple[float, float], ...]] = field(
         default_factory=dict[int, tuple[tuple[float, float], ...]]
     )
-    reruns: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    reruns: Callable[[int], tuple[str, ...]] = lambda _: ()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class SearchContext:
         settled: for each class of layers the demands that its first candidates could meet.  Later ones must meet as
             much, so that more microbatches never excuse a plan from a constraint.
         facts: of layers, which all parts of a search share.
-        known_reruns: `reruns`, once it is known.
+        known_reruns: by kind of layer, its `reruns` once they are known.
         known_seconds: of whole layers, by whether they are compiled: device groups of any size share them.
         inner_sizes: of meshes with several axes only those are tried whose inner axes have so many devices; of all, if
             there are none.
@@ -74,15 +74,15 @@ class SearchContext:
     known_seconds: dict[bool, dict[int, list[OpTime]]] = field(default_factory=dict[bool, dict[int, list[OpTime]]])
     inner_sizes: frozenset[int] = frozenset()
 
-    @property
-    def reruns(self) -> dict[int, tuple[str, ...]]:
-        """By kind of layer, ways to keep activations that name the ops to run again."""
+    def reruns(self, kind: int) -> tuple[str, ...]:
+        """Of a kind of layer, ways to keep activations that name the ops to run again."""
         training = self.request.training
-        if not self.known_reruns and training.is_training:
-            for layer in self.program.kinds:
-                front = rerun_front(self.program, layer, self.prices, training)
-                self.known_reruns[layer.kind] = tuple(choice.policy for choice in spaced_choices(front))
-        return self.known_reruns
+        if not training.is_training:
+            return ()
+        if kind not in self.known_reruns:
+            front = rerun_front(self.program, self.program.kinds[kind], self.prices, training)
+            self.known_reruns[kind] = tuple(choice.policy for choice in spaced_choices(front))
+        return self.known_reruns[kind]
 
     def on_groups(self, num_groups: int, inner_sizes: frozenset[int] = frozenset()) -> SearchContext:
         """The same search with the devices divided into so many groups; `inner_sizes` as above."""

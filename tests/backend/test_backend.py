@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, BackendError
 from autopar.step.plan_collectives import plan_collectives
 from tests.backend import models
 from tests.backend.models import Breaking, Mlp, compile_for, differences, make_mesh, vector_batches
-from tests.ranks import run_ranks, run_script
+from tests.ranks import run_program, run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_compiled.py"
 
@@ -336,7 +336,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_as_a_single_device() -> None:
-    printed = run_script(EXAMPLE, 2, ["--steps", "4", "--sequence-length", "32"], timeout_s=400)
+    printed = run_program(EXAMPLE, 2, ["--steps", "4", "--sequence-length", "32"], timeout_s=400)
     assert "Largest difference of all 4 steps" in printed
     assert float(printed.rsplit("steps: ", 1)[1].split()[0]) < 1e-4
 

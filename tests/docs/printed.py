@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_program
 
-__all__ = ["assert_prints", "read_commands", "read_files", "run_as_printed"]
+__all__ = ["assert_prints", "read_commands", "read_files", "run_as_printed", "run_forked"]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SCRIPT = re.compile(r"(?:OMP_NUM_THREADS=1 )?(?:python|torchrun --standalone --nproc-per-node (\d)) (\w+\.py)")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*(e-?\d+)?")
 
 
@@ -55,6 +56,13 @@ def run_as_printed(command: str, folder: Path) -> str:
     )
     assert not ended.returncode, f"{command}: {ended.stdout}{ended.stderr}"
     return ended.stdout
+
+
+def run_forked(command: str, folder: Path) -> str:
+    """The same of a command that runs a script, in processes that have imported all packages already."""
+    script = _SCRIPT.fullmatch(command)
+    assert script, f"{command} runs no script"
+    return run_program(folder / script[2], int(script[1] or 0), folder=folder)
 
 
 def assert_prints(command: str, said: list[str], printed: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.printed import assert_prints, read_commands, read_files, run_as_printed
+from tests.docs.printed import assert_prints, read_commands, read_files, run_as_printed, run_forked
 from tests.ranks import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()
@@ -49,7 +49,7 @@ def test_the_changed_lines_of_a_script_give_its_loss(tmp_path: Path) -> None:
         [line[1:] for line in lines if not line.startswith("+")], [line[1:] for line in lines]))  # fmt: skip
     (tmp_path / "before.py").write_text(before)
     (tmp_path / "after.py").write_text(after)
-    alone = run_as_printed("python before.py", tmp_path).split()
-    both = run_as_printed("torchrun --standalone --nproc-per-node 2 after.py", tmp_path).split()
+    alone = run_forked("python before.py", tmp_path).split()
+    both = run_forked("torchrun --standalone --nproc-per-node 2 after.py", tmp_path).split()
     assert len(both) == 4
     assert [float(both[1]), float(both[3])] == pytest.approx([float(alone[1])] * 2, rel=1e-6)

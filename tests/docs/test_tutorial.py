@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 
 from autopar.explain.cli import main
-from tests.docs.printed import assert_prints, read_commands, read_files, run_as_printed
+from tests.docs.printed import assert_prints, read_commands, read_files, run_forked
 from tests.ranks import REPOSITORY
 
 TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text()
 
 
 def run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `command` prints; `autopar.explain` runs in this process, and its search for other choices is left out."""
+    """What `command` prints; `autopar.explain` runs in this process, and its search for other choices is left out.
+
+    `test_readme` starts processes as a shell does.
+    """
     words = shlex.split(command.partition(";")[0])
     if words[1:3] != ["-m", "autopar.explain"]:
-        return run_as_printed(command, folder)
+        return run_forked(command, folder)
     assert main([*words[3:], "--why-seconds", "0"]) == 0
     return capsys.readouterr().out
 

@@ -38,8 +38,6 @@ def check_experts(constraints: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     ("world_size", "constraints"),
     [
         (2, ("expert=2",)),
-        (2, ("tensor=2",)),
-        (4, ("expert=4",)),
         (4, ("mesh=2x2", "expert=4")),
         (4, ("tensor=2", "expert=2", "zero=3")),
     ],

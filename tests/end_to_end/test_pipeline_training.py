@@ -85,7 +85,6 @@ def test_two_stages_train_as_one_device() -> None:
     launch(
         2,
         partial(check_training, "gpt2", "1f1b", optimizers=ALL_OPTIMIZERS),
-        partial(check_training, "llama", "gpipe", num_microbatches=2),
         partial(check_training, "llama", "interleaved_1f1b"),
         partial(check_training, "gpt2", "zbv"),
     )

@@ -1,7 +1,6 @@
 """Run an example as a user does: on processes, and on one without autopar.
 
-The processes are forked from one that has imported all packages; `test_train_text` and `test_train_pipeline` start
-theirs by torchrun.
+The processes are forked from one that has imported all packages; `test_train_text` starts its own by torchrun.
 """
 
 import re

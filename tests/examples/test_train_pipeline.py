@@ -1,17 +1,17 @@
-"""The pipeline example runs as a user runs it, in two stages, and its losses are the single device's."""
+"""The pipeline example runs in two stages, and its losses are the single device's."""
 
 import re
 
 import pytest
 
-from tests.ranks import run_script
+from tests.ranks import run_program
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_example_trains_in_stages_and_agrees_with_one_device():
     args = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64"]
-    said = run_script("examples/train_pipeline.py", 4, args, timeout_s=400)
+    said = run_program("examples/train_pipeline.py", 4, args, timeout_s=400)
     assert "PP 2 (" in said, said
     assert re.search(r"Plan for 4 x \S", said), said
     difference = re.search(r"Largest difference of all 6 steps: (\S+)", said)

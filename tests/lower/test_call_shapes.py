@@ -42,8 +42,8 @@ def test_other_shapes_train_as_one_device_does(name: str, world: int, text: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_shapes_train_as_one_device_does(seed: int) -> None:
-    name = ("plain_gpt", "gpt2", "flat")[seed % 3]
-    constraints = (("data=2", "zero=3"), ("tensor=2",), ("data=2", "microbatches=2"))[seed % 2]
+    name = ("plain_gpt", "gpt2", "flat")[seed]
+    constraints = (("data=2", "zero=3"), ("tensor=2",), ("data=2", "microbatches=2"))[seed]
     assert_exact(name, 2, constraints, random_batches(subject(name).inputs, seed, 3, has_lengths=name in TEXTS))

@@ -77,7 +77,7 @@ def compare() -> None:
             model = Tagger().double()
             ids = torch.zeros(4, 6, dtype=torch.int64)
             inputs = (ids,) if loss_of is with_own_head else (ids, ids)
-            parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints)
+            parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, profile=False)
             losses, parameters = train(parallel, loss_of)
             torch.manual_seed(0)
             expected, wanted = train(Tagger().double(), loss_of)

@@ -66,11 +66,14 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    ("world", "groups", "count"),
-    [(2, 2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 1), (4, 2, 2), (4, 4, 4)))],
-)
+    ("world", "groups", "count", "loss"),
+    [
+        *((2, 2, 2, loss) for loss in LOSSES),
+        *(pytest.param(*case, loss, marks=pytest.mark.slow) for case in ((4, 2, 1), (4, 4, 4))
+          for loss in ("of all", "of the first stage")),
+    ],
+)  # fmt: skip
 def test_a_caller_s_loss_gives_the_gradients_of_one_device(world: int, groups: int, count: int, loss: str) -> None:
     model, inputs, traced = two_heads()
     plan = random_pipeline(traced.program, world, 1, groups, "gpipe", count)

@@ -36,8 +36,8 @@ CASES = {
         (4, ("context=2", "data=2", "zero=2")),
         (8, ("context=2", "sequence=2", "data=2", "zero=3")),
     ),
-    "gpt2": ((4, ("context=4", "zero=3", "recompute=full")), (4, ("context=2", "sequence=2"))),
-    "bert": ((2, ("context=2",)), (4, ("context=4",)), (4, ("context=2", "sequence=2"))),
+    "gpt2": ((4, ("context=2", "sequence=2")),),
+    "bert": ((4, ("context=4",)),),
     "t5": ((4, ("context=4",)), (4, ("context=2", "sequence=2"))),
     "plain_gpt": ((4, ("context=4",)),),
 }
@@ -71,9 +71,8 @@ def test_context_parallelism_trains_as_one_device_does(name: str, world: int, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_with_stages(schedule: str):
-    constraints = ("pipeline=2", f"schedule={schedule}", "microbatches=4", "context=2")
+def test_with_stages():
+    constraints = ("pipeline=2", "schedule=1f1b", "microbatches=4", "context=2")
     plan = plan_for("llama", 4, constraints, stages=True)
     assert context_degrees("llama", plan) == {2}
     assert_parity(subject("llama"), plan)
@@ -101,7 +100,6 @@ RINGS = {
         (4, ("context=2", "tensor=2", "microbatches=4")),
         (4, ("context=2", "sequence=2")),  # heads on the other axis
         (8, ("context=4", "sequence=2")),
-        (8, ("context=4", "data=2", "recompute=selective")),
     ),
     "gpt2": ((4, ("context=4",)),),
 }
@@ -219,7 +217,7 @@ def windowed() -> Subject:
         (2, ("context=2",)),
         *(pytest.param(world, texts, marks=pytest.mark.slow) for world, texts in (
             (4, ("context=4",)), (4, ("context=2", "sequence=2")), (4, ("context=2", "tensor=2", "microbatches=2")),
-            (8, ("context=4", "data=2", "zero=3", "recompute=full")), (8, ("context=8",)),
+            (8, ("context=8",)),
         )),
     ],
 )  # fmt: skip

@@ -103,7 +103,7 @@ SPLITS = {
 }
 FAST = ("heads", "context", "zero")
 # How a model normalizes, and where its positions come in, matters to few of them.
-SPLITS_OF = {"llama": SPLITS, "qwen": ("heads", "microbatches"), "gpt2": ("context of four", "context and heads")}
+SPLITS_OF = {"llama": SPLITS, "qwen": ("heads", "microbatches"), "gpt2": ("context of four",)}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_splits_train_as_one_device_does(name: str, split: str):
     [
         ("odd", ("data=2",)),
         ("a document a token", ("context=2",)),
-        *(pytest.param(packing, ("context=2",), marks=pytest.mark.slow) for packing in ("one", "odd")),
+        pytest.param("one", ("context=2",), marks=pytest.mark.slow),
     ],
 )
 def test_any_packing(packing: str, constraints: tuple[str, ...]):
@@ -141,9 +141,10 @@ def test_any_packing(packing: str, constraints: tuple[str, ...]):
     ("packing", "world_size", "constraints"),
     [
         ("some", 2, ("context=2",)),
-        *(pytest.param(packing, *split, marks=pytest.mark.slow)
-          for packing in ("one", "odd", "a document a token")
-          for split in ((2, ("data=2", "zero=3")), (4, ("context=2", "tensor=2")), (8, ("context=4", "data=2")))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("one", 2, ("data=2", "zero=3")), ("odd", 4, ("context=2", "tensor=2")),
+            ("a document a token", 8, ("context=4", "data=2")),
+        )),
     ],
 )  # fmt: skip
 def test_windows_beside_documents(packing: str, world_size: int, constraints: tuple[str, ...]):
@@ -177,10 +178,11 @@ def only_with(who: Subject, kernel: str) -> Subject:
         ("llama", "odd", 1, 2, ("context=2",)),
         ("mistral", "some", 8, 2, ("context=2",)),
         *(pytest.param(name, packing, 8, *split, marks=pytest.mark.slow)
-          for name in ("llama", "mistral")
-          for packing, *split in (
-              ("some", 4, ("context=2", "tensor=2", "microbatches=2")), ("one", 2, ("context=2", "recompute=full")),
-              ("a document a token", 4, ("context=2", "data=2", "zero=3")), ("odd", 4, ("context=2", "sequence=2")),
+          for name, packing, *split in (
+              ("llama", "some", 4, ("context=2", "tensor=2", "microbatches=2")),
+              ("llama", "a document a token", 4, ("context=2", "data=2", "zero=3")),
+              ("mistral", "one", 2, ("context=2", "recompute=full")),
+              ("mistral", "odd", 4, ("context=2", "sequence=2")),
           )),
     ],
 )  # fmt: skip
@@ -205,7 +207,7 @@ def test_stages(name: str):
     assert_parity(who, searched(who, 2, "pipeline=2", "microbatches=4", stages=True))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_plans(seed: int):
     who = subject("llama")
     assert_parity(who, random_plan(who.traced.program, 4, seed), priced=False)

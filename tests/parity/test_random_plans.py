@@ -15,7 +15,7 @@ from tests.random_plans import pipelines_of, random_pipeline, random_plan
 from tests.zoo import Subject, assert_parity, subject, trained_alone
 
 SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=5
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=4
 )
 
 # Models of several layers, each with a difficulty of its own.
@@ -173,7 +173,7 @@ KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "conv", 
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=20)
+@settings(SETTINGS, max_examples=12)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     world=st.sampled_from((2, 4, 4, 8)),

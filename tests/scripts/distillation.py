@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANS = {2: (("data=2",), ())}
+PLANS = {2: (("data=2",),)}
 
 
 def conv_bn(inp: int, out: int, stride: int) -> nn.Sequential:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANS = {2: (("data=2",), ())}
+PLANS = {2: (("data=2",),)}
 
 NZ, NGF = 6, 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLANS = {2: (("data=2",), ())}
+PLANS = {2: (("data=2",),)}
 
 NTOKEN, BPTT, CLIP = 20, 5, 0.25
 Hidden = tuple[Tensor, Tensor]

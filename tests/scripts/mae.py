@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PLANS = {2: (("data=2",), ("tensor=2",))}
+PLANS = {2: (("tensor=2",),)}
 
 PATCH, SIDE, DIM, DECODER_DIM = 4, 4, 16, 8
 

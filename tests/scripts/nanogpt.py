@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PLANS = {2: (("data=2",), ("tensor=2",))}
+PLANS = {2: (("tensor=2",),)}
 
 
 @dataclass

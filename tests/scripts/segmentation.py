@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANS = {2: (("data=2",), ())}
+PLANS = {2: (("data=2",),)}
 
 NUM_CLASSES = 3
 

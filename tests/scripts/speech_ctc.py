@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-PLANS = {2: (("data=2",), ())}
+PLANS = {2: (("data=2",),)}
 
 N_FEATS, N_CLASS = 8, 6
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANS = {2: (("tensor=2",), ())}
+PLANS = {2: (("tensor=2",),)}
 TOLERANCE = 1e-3  # of a loss; products are rounded to bfloat16, of 8 bits, in another order on slices
 
 CARDINALITIES = (7, 5, 11)

@@ -13,7 +13,7 @@ from torch.nn import Transformer
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-PLANS = {2: (("data=2",), ("tensor=2",))}
+PLANS = {2: (("data=2",),)}
 
 PAD_IDX, BOS_IDX, EOS_IDX, VOCAB, EMB = 1, 2, 3, 20, 16
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANS = {2: (("tensor=2",), ())}
+PLANS = {2: (("tensor=2",),)}
 
 
 class VAE(nn.Module):

@@ -20,7 +20,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", ["deep_gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "deep_vit"))]
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "deep_vit"))]
 )
 def test_ops_of_one_kind_become_the_same(name, monkeypatch):
     models.skip_before_transformers_5("masks are made by vmap, and such programs are decomposed as a whole")

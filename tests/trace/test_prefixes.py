@@ -303,8 +303,14 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "flat", "contrastive", *slow("llama", "bert", "plain_gpt", "vit")])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        *((name, training) for name in ("gpt2", "flat", "contrastive") for training in (True, False)),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("llama", "vit")),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("bert", "plain_gpt")),
+    ],
+)
 def test_what_is_known_of_rows_of_models_is_true(name: str, training: bool) -> None:
     model, inputs = make(name)
     if name in KNOWN:

@@ -22,7 +22,7 @@ from autopar.trace import Traced
 from autopar.verify.rehearsal import keep_double_program, planner_for
 from tests.data.test_balanced import Documents, rows_of_tokens
 from tests.lower.runs import build
-from tests.zoo import quick_prices
+from tests.zoo import quick, quick_prices
 
 TOKENS = 16
 PACKING = RowPacking({"input_ids": 0, "labels": -100}, "position_ids", "", ("labels",))
@@ -67,12 +67,12 @@ def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked
     schedules = schedule_actions if stages else None
     plan = search(
         traced.program, world, quick_prices(world),
-        SearchRequest(constraints=tuple(asked.split()), schedules=schedules),
+        SearchRequest(constraints=quick(tuple(asked.split())), schedules=schedules),
     )  # fmt: skip
     groups: list[GroupPlan] = []
     for place, (degree, texts) in enumerate(kinds):
         row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, TOKENS >> place)))
-        request = SearchRequest(constraints=(*texts.split(), *stages), schedules=schedules)
+        request = SearchRequest(constraints=quick((*texts.split(), *stages)), schedules=schedules)
         devices = degree * num_stages
         found = search(row.program, devices, quick_prices(devices), request)
         groups.append(GroupPlan(TOKENS >> place, found.decisions))
