@@ -15,17 +15,18 @@ the compiler would keep: it computes others again by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import networkx
 
 from autopar.program import Layer, Op, Program
 from autopar.step.activation_policies import can_rerun, rerun_policy_name
 from autopar.step.fusion import fused_layer
 from autopar.step.hull import HullPoint, follow_hull
 from autopar.step.local_layer import place_whole
-from autopar.step.minimum_cut import FlowNetwork
 from autopar.step.op_seconds import op_seconds
 from autopar.step.prices import Prices
 from autopar.step.tensor_graph import TensorGraph, TensorKey, TensorNode, tensor_graph
@@ -33,8 +34,13 @@ from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["RerunChoice", "rerun_front", "spaced_choices"]
 
+_networkx: Any = networkx  # it has no types
+
 _MAX_CUTS = 12
-"""A hull of a transformer's layer has 10 to 20 points; a cut takes about 1 ms."""
+"""A hull of a transformer's layer has 10 to 20 points; a cut takes about 10 ms."""
+
+_UNIT_S = 1e-15
+"""Of capacities, which are whole numbers: with rounded sums a cut may not be the least.  Ops take 1e-6 s and more."""
 
 
 _SHARES = (0.7, 0.4, 0.15)
@@ -120,38 +126,39 @@ class _Hull:
 
     def _minimum(self, price: float) -> frozenset[str]:
         """The ops to rerun at this price of a byte."""
-        network, capacities = self._network
-        side = network.source_side([price * num_bytes + seconds for num_bytes, seconds in capacities])
-        return frozenset(each for each in side if isinstance(each, str) and each != "source")
+        flow = self._flow_network
+        for _, _, edge in flow.edges(data=True):
+            if "num_bytes" in edge:
+                edge["capacity"] = round((price * edge["num_bytes"] + edge["seconds"]) / _UNIT_S)
+        _, sides = _networkx.minimum_cut(
+            flow, "source", "sink", flow_func=_networkx.algorithms.flow.shortest_augmenting_path
+        )
+        return frozenset(each for each in sides[0] if isinstance(each, str) and each != "source")
 
     @cached_property
-    def _network(self) -> tuple[FlowNetwork[str | TensorKey], list[tuple[float, float]]]:
-        """The graph to cut, and the capacities of its edges as (bytes, seconds).
+    def _flow_network(self) -> Any:
+        """The graph to cut: what an edge costs is ``num_bytes`` and ``seconds``; those without are never cut.
 
         On the source's side of the cut are the tensors that are needed and the ops that are rerun.  A needed tensor
         whose op is not costs its bytes, a rerun op its seconds; what a rerun op reads is needed, and views of what is
         computed again are, too.
         """
-        network, capacities = FlowNetwork[str | TensorKey]("source", "sink"), dict[int, tuple[float, float]]()
-
-        def add(tail: str | TensorKey, head: str | TensorKey, num_bytes: float = 0.0, seconds: float = 0.0) -> None:
-            capacities[network.add_edge(tail, head)] = (num_bytes, seconds)
-
+        flow = _networkx.DiGraph()
         for key, num_bytes in self.graph.sizes.items():
             if key in self.saved:
-                add("source", key, seconds=math.inf)  # it is never cut
+                flow.add_edge("source", key)
             op = self.maker.get(key)
-            add(key, op.name if op else "sink", num_bytes=num_bytes)
+            flow.add_edge(key, op.name if op else "sink", num_bytes=num_bytes, seconds=0.0)
         for node in self.graph.nodes:
             if node.op is None or not can_rerun(node.op):
                 continue
-            add(node.op.name, "sink", seconds=self.seconds[node.op.name])
+            flow.add_edge(node.op.name, "sink", num_bytes=0.0, seconds=self.seconds[node.op.name])
             for key in node.reads if node.makes else ():
                 if key in self.graph.sizes:
-                    add(node.op.name, key, seconds=math.inf)
+                    flow.add_edge(node.op.name, key)
             for maker in filter(None, map(self.maker.get, () if node.makes else node.reads)):
-                add(maker.name, node.op.name, seconds=math.inf)
-        return network, [capacities[number] for number in range(len(capacities))]
+                flow.add_edge(maker.name, node.op.name)
+        return flow
 
     def _choice(self, rerun: frozenset[str]) -> RerunChoice:
         """Of these ops, those of which something is needed: a cut may have others that cost nothing on its side."""
