@@ -35,6 +35,8 @@ class PipelineSchedule:
             forwards when the model is called, backwards when autograd runs.
         splits_backward: whether it runs backwards in two parts, I and W.
         is_searched: whether a search considers it if no constraint requests it.
+        variant_of: a schedule that runs the same stages on the same device groups, and that is as fast if stages are
+            equal: a search that considers that one considers this one, too, where pipelines are small.
         problem: returns why it can't run with these numbers, as text that follows its name; "" if it can.
         in_flight: returns for each stage an upper bound of the microbatches between their F and the end of their B.
     """
@@ -48,6 +50,7 @@ class PipelineSchedule:
     forwards_first: bool = False
     splits_backward: bool = False
     is_searched: bool = True
+    variant_of: str = ""
     problem: Callable[[int, int, int], str] = _no_problem
     in_flight: Callable[[int, int, int], Sequence[int]] = _all_in_flight
 

@@ -79,10 +79,11 @@ RECORDS = (
     PipelineSchedule(
         "looped_bfs", "ScheduleLoopedBFS", min_stages=2, forwards_first=True, is_searched=False,
     ),
-    # A forward and a backward that torch would overlap run sequentially here, so that zbv is as fast.
+    # A forward and a backward that torch would overlap run sequentially here, so that zbv is as fast if
+    # stages are equal.
     PipelineSchedule(
         "dualpipev", "ScheduleDualPipeV",
         min_stages=2, max_stages=2, is_v_shaped=True, splits_backward=True, is_searched=False,
-        problem=_fewer_than_stages, in_flight=_stages_to_end,
+        variant_of="zbv", problem=_fewer_than_stages, in_flight=_stages_to_end,
     ),
 )  # fmt: skip

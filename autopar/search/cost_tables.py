@@ -26,6 +26,7 @@ __all__ = [
     "PipelineSend",
     "TiedParameter",
     "Transfer",
+    "path_columns",
     "path_host_bytes",
     "path_stages",
     "useful_candidates",
@@ -205,7 +206,7 @@ def path_stages(
 
     Without the schedule's actions their peak bytes are not predicted.
     """
-    layers, groups = _path_columns(tables, path), shape.groups
+    layers, groups = path_columns(tables, path), shape.groups
     for stop, (leaving, coming) in zip(bounds[1:], lone_copies(actions, shape.num_stages), strict=True):
         layers.forward_s[stop - 1] += leaving * tables.layers[stop - 1].leave_s[path[stop - 1]]
         layers.backward_s[stop - 1] += coming * tables.layers[stop - 1].return_s[path[stop - 1]]
@@ -247,7 +248,7 @@ def path_host_bytes(
     return max(peak_in_flight(actions, of_stages, of_stages))
 
 
-def _path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:
+def path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:
     """What each layer takes on this path, transfers to it included, tied parameters not."""
     chosen = list(zip(tables.layers, path, strict=True))
     columns = {

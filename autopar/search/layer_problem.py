@@ -28,7 +28,7 @@ from autopar.search.layout_choices import Policy, arrival_layout, boundary_polic
 from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
 from autopar.step.local_layer import SharedStorage
 from autopar.step.op_states import Allowed, OpState, kernel_calls, kernel_hidden_s, op_states
-from autopar.step.optimizer_costs import optimizer_s_per_element, updates
+from autopar.step.optimizer_costs import OptimizerRate, optimizer_rate, updates
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
@@ -214,11 +214,11 @@ class LayerProblem:
         return tuple(_parameter_copies(self))
 
     @cached_property
-    def optimizer_s_per_element(self) -> dict[str, float]:
-        """Seconds of the optimizer for one element of a parameter, by dtype."""
+    def optimizer_rates(self) -> dict[str, OptimizerRate]:
+        """What the optimizer's step on a parameter takes, by dtype."""
         dtypes = {flow.value.type.dtype for flow in self.flows.values() if updates(flow, self.training)}
         devices = math.prod(self.mesh)
-        return {d: optimizer_s_per_element(self.program, d, devices, self.prices, self.training) for d in dtypes}
+        return {d: optimizer_rate(self.program, d, devices, self.prices, self.training) for d in dtypes}
 
     @property
     def whole(self) -> Layout:

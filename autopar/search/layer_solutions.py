@@ -187,8 +187,8 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     elements, copied = (math.prod(local_shape(tensor.shape, layout, problem.mesh)) for layout in (stored, copy))
     counted = parameter_bytes(tensor.dtype, elements, copied, steps, trains=trains, training=training).counted_at(zero)
     if trains:
-        rate_s = problem.optimizer_s_per_element[tensor.dtype]
-        seconds += parameter_step_s(value, problem.mesh, stored, rate_s, prices, training)
+        rate = problem.optimizer_rates[tensor.dtype]
+        seconds += parameter_step_s(value, problem.mesh, stored, rate, prices, training)
     return seconds + variant.memory_weight_s_per_byte * counted.static_bytes
 
 

@@ -35,8 +35,9 @@ __all__ = [
 ]
 
 # Pipelines that are simulated, small ones and others: sums rank them well but for what is overlapped, and each takes
-# about 0.02 s, or up to a second.
-_SMALL_PIPELINES = 12
+# about 0.02 s, or up to a second.  12 small ones are enough; `refinement` adds up to 7 others,
+# which are to displace none.
+_SMALL_PIPELINES = 12 + 7
 _LARGE_PIPELINES = 2
 # The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
 STAGES_GAIN = 1.06

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from autopar.placement import REPLICATE, Layout, local_shape, reshard
 from autopar.program import Program, Value
@@ -18,30 +19,45 @@ from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
 
 __all__ = [
-    "gather_s", "host_copy_s", "layer_gathers_s", "optimizer_s", "optimizer_s_per_element", "parameter_step_s",
+    "OptimizerRate", "gather_s", "host_copy_s", "layer_gathers_s", "optimizer_rate", "optimizer_s", "parameter_step_s",
     "updated_parameters", "updates", "whole_bytes",
 ]  # fmt: skip
 
 
-def optimizer_s_per_element(
+class OptimizerRate(NamedTuple):
+    """Seconds of an optimizer's step on a part of the parameters.
+
+    Args:
+        updated_s: for each element that a device updates.
+        launch_s: for each element of the parameter, however much of it a device updates: the kernels' launches, of
+            which there are as many for a part of all parameters as for all of them, shared out over the parameters.
+    """
+
+    updated_s: float
+    launch_s: float = 0.0
+
+
+def optimizer_rate(
     program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
-) -> float:
-    """Seconds of the optimizer per element of this dtype that a device updates.
+) -> OptimizerRate:
+    """The rate of an optimizer on parameters of this dtype.
 
     An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
     parameter.  The rate is that of a device which stores an equal share of the whole program.
     """
-    rate = prices.host.update_bytes_per_s
+    rate, traffic_bytes = prices.host.update_bytes_per_s, training.optimizer_traffic_bytes(dtype)
     if training.host_storage and rate:
-        return training.optimizer_traffic_bytes(dtype) / rate
+        return OptimizerRate(traffic_bytes / rate)
     share = max(1.0, program.num_trainable_elements / num_devices)
-    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
+    launch_s = prices.optimizer_s(0.0, traffic_bytes)
+    updated_s = (prices.optimizer_s(share, traffic_bytes) - launch_s) / share
+    return OptimizerRate(updated_s, launch_s / (share * num_devices))
 
 
 def parameter_step_s(
-    value: Value, mesh: tuple[int, ...], stored: Layout, rate_s: float, prices: Prices, training: TrainingSpec
+    value: Value, mesh: tuple[int, ...], stored: Layout, rate: OptimizerRate, prices: Prices, training: TrainingSpec
 ) -> float:
-    """Seconds of the step on one parameter that is stored so, gathers included; `rate_s` is per element.
+    """Seconds of the step on one parameter that is stored so, gathers included.
 
     Where parameters are stored in the host's memory, these contain the copy of the gradient to there: it begins when
     the gradient is final, and may overlap with what is left of the backward, which is not counted.
@@ -51,7 +67,8 @@ def parameter_step_s(
     own = math.prod(local_shape(value.type.shape, stored, mesh))
     sent_s = host_copy_s(own * training.gradient_itemsize(value.type.dtype), prices, training)
     gathered_s = gather_s(value, mesh, stored, prices, training)
-    return math.prod(shape) * rate_s + prices.optimizer_tensor_s + gathered_s + sent_s
+    own_s = math.prod(shape) * rate.updated_s + value.type.num_elements * rate.launch_s
+    return own_s + prices.optimizer_tensor_s + gathered_s + sent_s
 
 
 def host_copy_s(num_bytes: float, prices: Prices, training: TrainingSpec) -> float:
@@ -90,13 +107,13 @@ def _gathered(value: Value, training: TrainingSpec) -> tuple[float, ...]:
 
 def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
     """Seconds of the optimizer on the layer's parameters, those in shared storage apart."""
-    rates: dict[str, float] = {}
+    rates: dict[str, OptimizerRate] = {}
     seconds = 0.0
     for value, stored in updated_parameters(placed, training):
         dtype = value.type.dtype
         if dtype not in rates:
             devices = math.prod(placed.mesh)
-            rates[dtype] = optimizer_s_per_element(placed.program, dtype, devices, prices, training)
+            rates[dtype] = optimizer_rate(placed.program, dtype, devices, prices, training)
         seconds += parameter_step_s(value, placed.mesh, stored, rates[dtype], prices, training)
     return seconds
 

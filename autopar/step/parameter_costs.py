@@ -26,7 +26,7 @@ from autopar.placement import Axis, Layout, Step, local_shape
 from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer, SharedStorage
-from autopar.step.optimizer_costs import host_copy_s, optimizer_s_per_element, parameter_step_s
+from autopar.step.optimizer_costs import host_copy_s, optimizer_rate, parameter_step_s
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
@@ -275,8 +275,8 @@ def shared_costs(
         own = shared_parameter_bytes(value, (mesh, layout), training)
         step_s = exchange_s = 0.0
         if trains:
-            rate_s = optimizer_s_per_element(program, value.type.dtype, num_devices, prices, training)
-            step_s = parameter_step_s(value, mesh, layout, rate_s, prices, training)
+            rate = optimizer_rate(program, value.type.dtype, num_devices, prices, training)
+            step_s = parameter_step_s(value, mesh, layout, rate, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
         costs[name] = SharedCost(step_s, own.counted_at(0), exchange_s)

@@ -14,7 +14,7 @@ from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.step.activation_policies import rerun_ops, rerun_policy_name
 from autopar.step.boundary_values import boundary_values, transfer_parts_s
-from autopar.step.optimizer_costs import optimizer_s_per_element
+from autopar.step.optimizer_costs import optimizer_rate
 from tests.layer_costs import layer_cost
 from tests.zoo import plan_for, quick_prices, subject
 
@@ -43,8 +43,9 @@ def sum_of_seconds(program: Program, plan: Plan) -> float:
         stored = 1
         for size in local_shape(program.type_of(name).shape, layout, mesh):
             stored *= size
-        dtype = program.type_of(name).dtype
-        seconds += stored * optimizer_s_per_element(program, dtype, plan.world_size, prices, training)
+        dtype, elements = program.type_of(name).dtype, program.type_of(name).num_elements
+        rate = optimizer_rate(program, dtype, plan.world_size, prices, training)
+        seconds += stored * rate.updated_s + elements * rate.launch_s
     return seconds
 
 

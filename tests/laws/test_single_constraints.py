@@ -1,8 +1,9 @@
 """No single constraint makes a plan faster than the free one by more than its printed gap, nor does a tighter memory
-limit; pipelines take what their sums of seconds say."""
+limit, nor do fewer devices; pipelines take what their sums of seconds say."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -80,6 +81,27 @@ def test_no_single_constraint_is_faster(model: str, devices: int, nodes: int, co
         pytest.skip(f"{constraint} is not possible")
     # Stages are given up for less than the error of predictions, as a note says.
     assert preferred_s(forced) * (1 + free.optimality_gap) >= preferred_s(free) * (1 - 1e-9)
+
+
+CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 2), (16, 2), (32, 4))
+"""Devices, and nodes."""
+
+
+@pytest.mark.parametrize(
+    ("model", "clusters"),
+    [
+        ("function", CLUSTERS[:3]),
+        ("decoder", CLUSTERS[:3]),
+        # Stages within a node are not replicated over nodes: device groups are the outermost axis.
+        pytest.param("images", (*CLUSTERS[:3], (8, 1)), marks=pytest.mark.slow),
+        *(pytest.param(each, CLUSTERS, marks=pytest.mark.slow) for each in ("function", "experts")),
+    ],
+)
+def test_more_devices_are_never_slower(model: str, clusters: tuple[tuple[int, int], ...]) -> None:
+    """For the same batch: at worst they replicate what fewer devices compute, the optimizer's step included."""
+    plans = [plan(model, *cluster) for cluster in clusters]
+    for fewer, more in itertools.combinations(plans, 2):
+        assert preferred_s(more) <= preferred_s(fewer) * (1 + 1e-9)
 
 
 def pipeline(limit: float) -> Plan:

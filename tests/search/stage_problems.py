@@ -14,6 +14,7 @@ from autopar.schedules import Shape
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
+from autopar.search.pipeline.refinement import refine
 from autopar.step.stage_costs import pipeline_step_s
 
 NUM_STATES = 2
@@ -85,5 +86,5 @@ def search_shapes(tables: CostTables, *shapes: Shape, cuts: tuple[int, ...] = ()
     results = PipelineResults(schedule_actions, tables.limit_bytes)
     candidates = cast(CandidateSet, SimpleNamespace(tables=tables, least_tables=tables))
     search_pipelines(candidates, dict.fromkeys(shapes, 0.0), cuts, results)
-    results.refine()
+    refine(results, adds_variants=False)
     return results

@@ -24,7 +24,7 @@ from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, Stag
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
-from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
+from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.pipeline.schedule_estimates import Idle, idle_of, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEstimates, largest_first, span_costs
@@ -45,15 +45,11 @@ _ESTIMATE_ERROR = 0.1
 _NEAR = 1.03  # of the first estimate of a shape: other cuts that seem to take no longer are tried too
 _MOST_SHAPES = 6  # of one pair of numbers are looked at: each takes 0.1 to 0.3 s
 _UNEVEN = 2.0  # the largest stage, in layers, over the mean: 61 layers in 32 stages make one of 2 and no more than that
-_REFINED = 4  # of the fastest, so many are looked around: about half a second each
 # Searches count all that a device holds at some moment of a step, which is more than it holds at any one: of 110 paths
 # of a decoder, a mixture of experts and a function on 4 devices by up to 54 %.
 OVERCOUNTED = 1.6
 # So small pipelines are also sought with more memory, relative to the limit.
 _LARGER = (OVERCOUNTED, 1.25)
-# Paths of equal seconds may divide them differently among the stages of a group, which makes up to 2 % of a step.  So
-# the first stages, or the last ones, are made to seem this much slower: enough to choose among equals, and little more.
-_LEANS = (0.005, -0.005)
 
 
 @dataclass(eq=False)
@@ -279,16 +275,6 @@ class PipelineResults:
             else:
                 return  # this one is the least, and can't be raised
             heapq.heappush(todo, (each.bound_s, number))
-
-    def refine(self) -> None:
-        """Look around the fastest: other shares of the work among the stages of a group, then all candidates."""
-        for pipeline in sorted(self.found, key=lambda each: each.step_s)[:_REFINED]:
-            for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
-                self.found.append(pipeline.solved_again(pipeline.choices, self.schedules, lean))
-        best = self.best
-        if best is not None and best.longest_group <= SHORT_CHAIN:
-            choices = best.choices.with_all()
-            self.found += [best.solved_again(choices, self.schedules, lean) for lean in (0.0, *_LEANS)]
 
 
 def search_pipelines(

@@ -20,6 +20,7 @@ from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
+from autopar.search.pipeline.refinement import refine
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
 from autopar.search.pipeline.schedule_estimates import idle_of, is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
@@ -88,7 +89,7 @@ class PipelineSearch:
         else:
             self._walk_to_best(counts, lambda groups, count: self._try_few_meshes(results, groups, count))
             self._look_closer(results)
-        results.refine()
+        refine(results, adds_variants=not self.demands.schedule)
         if results.best is not None:
             known, shape = self.context.request.known, results.best.shape
             known.numbers, known.inner_sizes = (shape.num_groups, shape.num_microbatches), results.best.inner_sizes
