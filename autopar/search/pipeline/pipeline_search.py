@@ -13,12 +13,12 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError
 from autopar.schedules import Shape, schedule_problem
 from autopar.schedules.action_lists import ScheduleSource
-from autopar.search.candidate_sets import CandidateSet, make_candidate_set
+from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, make_candidate_set
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
+from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
 from autopar.search.pipeline.schedule_estimates import idle_of, is_small
@@ -254,8 +254,10 @@ class PipelineSearch:
         least = _ideal_layers(context)
         bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
-        if not hopeful or self._is_too_slow(context, count, assignment, hopeful):
+        if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
             return self._rule_out(groups, count)
+        if self._has_no_room(context):
+            return math.inf
         best_s, are_ruled_out = math.inf, True
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
@@ -273,11 +275,23 @@ class PipelineSearch:
         self._too_slow.add((groups, count))
         return _RULED_OUT_S * (1 + _IDLE * groups)
 
+    def _has_no_room(self, context: SearchContext) -> bool:
+        """Whether what is returned leaves no room, whatever the candidates; what a demanded pipeline needs is told by
+        its candidates.
+        """
+        room_bytes = OVERCOUNTED * self.limit_bytes
+        return not self.demands.needs_pipeline and least_returned_bytes(context) > room_bytes
+
     def _is_too_slow(
-        self, context: SearchContext, count: int, assignment: TimeAssignment, shapes: Sequence[Shape]
+        self,
+        context: SearchContext,
+        count: int,
+        assignment: TimeAssignment,
+        shapes: Sequence[Shape],
+        enough_s: float,
     ) -> bool:
         """Whether no pipeline of any of these shapes is fast enough, by the compute of its layers alone."""
-        if not math.isfinite(self._enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
+        if not math.isfinite(enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
             return False
         tables = least_compute(context, count, assignment.factors)
         whole_s = count * sum(float((each.forward_s + each.backward_s).min()) for each in tables.layers)
@@ -285,9 +299,9 @@ class PipelineSearch:
         ordered = sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages))
         listed = [(shape, shape.actions(self.schedules)) for shape in ordered]
         fill_share = min(idle_of(*each).fill_share for each in listed)
-        if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * self._enough_s:
+        if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * enough_s:
             return False
-        return all(takes_longer(tables, *each, self._enough_s, self.demands.cuts) for each in listed)
+        return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
 
 
 def dividing_counts(batch: int, data: int, devices: int, most: int) -> list[int]:
