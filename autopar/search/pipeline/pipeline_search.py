@@ -17,7 +17,7 @@ from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, ma
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.least_compute import least_compute
-from autopar.search.pipeline.pipeline_bounds import least_step_s
+from autopar.search.pipeline.pipeline_bounds import LeastSeconds, least_step_s
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
@@ -251,7 +251,7 @@ class PipelineSearch:
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
         enough_s = min(self._enough_s, results.best_s)
-        least = _ideal_layers(context)
+        least = _least_layers(context, count)
         bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
         if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
@@ -259,15 +259,22 @@ class PipelineSearch:
         if self._has_no_room(context):
             return math.inf
         best_s, are_ruled_out = math.inf, True
+        every: list[Array] = []
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
             if candidates is None:
                 continue
             least = _least_of(candidates)
+            every.append(least)
             left = {shape: bound_s for shape in hopeful if (bound_s := least_step_s(shape, *least)) < enough_s}
             if left:
                 best_s = min(best_s, search_pipelines(candidates, left, self.demands.cuts, results, enough_s))
             are_ruled_out &= not left
+        if every:
+            own = LeastSeconds(
+                count, frozenset(context.meshes), context.request.training.compiled, np.min(every, axis=0)
+            )
+            _known_seconds(context).append(own)
         return self._rule_out(groups, count) if are_ruled_out else best_s
 
     def _rule_out(self, groups: int, count: int) -> float:
@@ -329,6 +336,26 @@ def _ideal_layers(context: SearchContext) -> Array:
     """
     forward_s, backward_s = context.ideal_layers_s
     return np.stack([forward_s, forward_s * (1 + np.array(context.run_again)) + backward_s])
+
+
+def _least_layers(context: SearchContext, count: int) -> Array:
+    """As `_ideal_layers`, and no less than the candidates of searches before took with as many microbatches or fewer,
+    on these meshes and others: no layer runs faster eagerly than compiled.
+    """
+    compiled, meshes = context.request.training.compiled, frozenset(context.meshes)
+    known = (
+        each.layers_s
+        for each in _known_seconds(context)
+        if each.num_microbatches <= count and meshes <= each.meshes and each.compiled >= compiled
+    )
+    return np.max([_ideal_layers(context), *known], axis=0)
+
+
+def _known_seconds(context: SearchContext) -> list[LeastSeconds]:
+    """Those of candidates on groups of as many devices, which meet the same demands."""
+    training = context.request.training.running(compiled=False)
+    key = ("least seconds", context.num_devices, context.demands, training)
+    return context.request.known.get((context.program, context.prices), key, list[LeastSeconds])
 
 
 def _least_of(candidates: CandidateSet) -> Array:
