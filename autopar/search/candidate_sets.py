@@ -16,7 +16,7 @@ from autopar.errors import ConstraintError
 from autopar.ops import family_of
 from autopar.placement import local_shape
 from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
-from autopar.program import Layer, Op, Program, itemsize_bytes
+from autopar.program import Layer, Op, Program, TensorType, itemsize_bytes
 from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
 from autopar.search.labels import axis_labels
@@ -34,7 +34,7 @@ from autopar.step.plan_collectives import broadcast_s
 from autopar.step.stage_costs import CostColumns
 from autopar.step.training import own_training
 
-__all__ = ["CandidateSet", "make_candidate_set"]
+__all__ = ["CandidateSet", "least_returned_bytes", "make_candidate_set"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -314,11 +314,10 @@ def _with_returned(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> t
     """
     context, known = candidates.context, dict[tuple[object, ...], LayerCosts]()
     program = context.program
-    returned = {*program.outputs, *program.whole_results}
 
     def with_bytes(layer: Layer, first: int) -> LayerCosts:
-        places = tuple(place for place, name in enumerate(layer.outputs) if name in returned)
-        types = tuple(program.type_of(layer.outputs[place]) for place in places)
+        returned = _returned(program, layer)
+        places, types = tuple(returned), tuple(returned.values())
         if (first, places, types) not in known:
             size = np.zeros((len(places), len(candidates.by_class[first])))
             for row, (place, tensor) in enumerate(zip(places, types, strict=True)):
@@ -332,6 +331,21 @@ def _with_returned(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> t
         return known[first, places, types]
 
     return tuple(map(with_bytes, program.layers, context.classes))
+
+
+def least_returned_bytes(context: SearchContext) -> float:
+    """What a device of a pipeline holds at least for what some layer returns, however it is sharded: all of it, and the
+    largest output once more while its microbatches are joined (`_with_returned`).
+    """
+    program = context.program
+    sizes = ([tensor.num_bytes for tensor in _returned(program, layer).values()] for layer in program.layers)
+    return max(sum(own) + max(own, default=0) for own in sizes) / context.num_devices
+
+
+def _returned(program: Program, layer: Layer) -> dict[int, TensorType]:
+    """By place, what a layer puts out for the caller."""
+    names = {*program.outputs, *program.whole_results}
+    return {place: program.type_of(name) for place, name in enumerate(layer.outputs) if name in names}
 
 
 def _transfers(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> dict[tuple[int, int], Transfer]:

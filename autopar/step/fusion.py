@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autopar.step.fused_kernels import FusedKernel, Key, Task, join_tasks
 from autopar.step.local_layer import PlacedLayer
@@ -71,7 +71,7 @@ def rerunning_graph(
     fused = _fused(placed, fuses_attention, True)
     reruns = _inside_of_pieces(fused.whole, reruns)
     saving = _Saving(fused.whole, reruns)
-    return fused.without_gradients(_in_memory(fused.whole, fused.inside - saving.kept, saving)), reruns
+    return _saved_until(_in_memory(fused.seen, fused.inside - saving.kept, saving), fused.backward), reruns
 
 
 @lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
@@ -87,9 +87,9 @@ def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fu
     tasks, leaving = backward.build()
     joined = join_tasks(tasks, leaving, graph.sizes)
     unseen = frozenset(key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms))
-    layer = FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
-    fused = _Fused(whole, forward.inside, layer, joined.kernels, unseen)
-    return replace(fused, layer=replace(layer, graph=fused.without_gradients(graph)))  # nothing inside is kept
+    in_memory = _saved_until(_without_gradients(graph, unseen), joined.kernels)  # nothing inside is kept
+    layer = FusedLayer(in_memory, forward.of_ops(graph), joined.of_ops(graph))
+    return _Fused(whole, forward.inside, layer, joined.kernels, unseen)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ class _Fused:
     backward: tuple[FusedKernel, ...] = ()
     unseen: frozenset[TensorKey] = frozenset()
 
-    def without_gradients(self, graph: TensorGraph) -> TensorGraph:
-        """`graph` without the gradients that are never in memory, and with what its backward reads until it has run."""
-        return _saved_until(_without_gradients(graph, self.unseen), self.backward)
+    @cached_property
+    def seen(self) -> TensorGraph:
+        """`whole` without the gradients that are never in memory."""
+        return _without_gradients(self.whole, self.unseen)
 
 
 # --- forward

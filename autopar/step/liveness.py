@@ -94,7 +94,7 @@ def running_memory(placed: PlacedLayer, policies: Iterable[str], training: Train
         named = frozenset(rerun_ops(name) if trains else ())
         if named not in by_reruns:
             graph, reruns = rerunning_graph(placed, named, fuses_attention=fuses)
-            by_reruns[named] = _Liveness(graph, is_compiled=True), reruns
+            by_reruns[named] = _Liveness(graph, is_compiled=True, like=compiled), reruns
         liveness, reruns = by_reruns[named]
         memory[name] = liveness.memory(_compiled(activation_policy(name), reruns), is_training=trains)
     return memory
@@ -112,11 +112,12 @@ def _compiled(policy: ActivationPolicy, reruns: frozenset[str]) -> ActivationPol
 
 
 class _Liveness:
-    """The lifetimes of one layer's tensors."""
+    """The lifetimes of one layer's tensors; those of gradients are the same as in `like`, which keeps others."""
 
-    def __init__(self, graph: TensorGraph, *, is_compiled: bool = False) -> None:
+    def __init__(self, graph: TensorGraph, *, is_compiled: bool = False, like: _Liveness | None = None) -> None:
         self.graph = graph
         self.is_compiled = is_compiled
+        self._like = like
         self.arrived = frozenset(graph.inputs.values())
         self.saved = self._sized(key for node in graph.nodes for key in node.saves)  # if everything is kept
         self.extra_bytes = sum(node.saved_extra for node in graph.nodes)
@@ -146,7 +147,7 @@ class _Liveness:
         rerun_bytes = 0.0
         if keeps_inputs_only:
             forward_bytes = self._forward_alone
-            rerun_bytes = self._forward(set(self.saved), with_extra=True) + self._gradients.first
+            rerun_bytes = self._forward(set(self.saved), with_extra=True) + self._begin_bytes
         else:
             forward_bytes = self._forward(self.saved.keys() | self._around_rerun(again), with_extra=True)
         begin_bytes = max(all_bytes, saved_bytes) if keeps_inputs_only else saved_bytes
@@ -217,6 +218,11 @@ class _Liveness:
         return self._forward(set(), with_extra=False)
 
     @cached_property
+    def _made(self) -> list[float]:
+        """By node, bytes of what it makes."""
+        return [sum(node.makes.values()) for node in self.graph.nodes]
+
+    @cached_property
     def _lasts(self) -> list[list[TensorKey]]:
         """By node, the tensors that no later one reads, but what arrived or leaves."""
         nodes = self.graph.nodes
@@ -232,8 +238,8 @@ class _Liveness:
         nodes, sizes = self.graph.nodes, self.graph.sizes
         now = sum(sizes.get(key, 0.0) for key in self.arrived)
         most = now
-        for node, lasts in zip(nodes, self._lasts, strict=True):
-            now += sum(node.makes.values()) + (node.saved_extra if with_extra else 0.0)
+        for node, made, lasts in zip(nodes, self._made, self._lasts, strict=True):
+            now += made + (node.saved_extra if with_extra else 0.0)
             most = max(most, now + node.forward_extra)
             for key in lasts:
                 if key not in kept:
@@ -243,6 +249,8 @@ class _Liveness:
     @cached_property
     def _gradients(self) -> _GradientTally:
         """The gradients of a backward, which are the same whatever is kept."""
+        if self._like is not None:
+            return self._like._gradients
         tally = _GradientTally(self.arrived)
         for _, target, gets_gradient in self.graph.outputs:
             if gets_gradient:
@@ -251,6 +259,13 @@ class _Liveness:
             if any(target.key in tally.pending for target in node.targets):
                 tally.run(number, node)
         return tally
+
+    @cached_property
+    def _begin_bytes(self) -> float:
+        """Gradients that are there when something that was saved is first read."""
+        nodes = self.graph.nodes
+        reading = (moments for number, moments in self._gradients.moments if _reads_saved(nodes[number]))
+        return next((now for (now, _, _), *_ in reading if now), 0.0)
 
     def _backward(self, dropped: Mapping[TensorKey, float], again: frozenset[int]) -> tuple[float, float]:
         """The most of gradients, those of parameters apart and included, less what was saved and is free by then.
@@ -323,6 +338,10 @@ def _is_rerun(node: TensorNode, policy: ActivationPolicy) -> bool:
     return node.is_local if node.op is None else policy.is_rerun(node.op, has_kernel=node.has_kernel)
 
 
+def _reads_saved(node: TensorNode) -> bool:
+    return bool(node.saves or node.saved_extra)
+
+
 def _text(key: TensorKey) -> str:
     return "/".join(map(str, key))
 
@@ -333,7 +352,6 @@ class _GradientTally:
     Attributes:
         pending: by tensor, the number of its gradient.
         now: bytes at this moment, those of parameters apart.
-        first: bytes when something that was saved is first read.
         moments: by node that ran, in order: bytes before it, and whenever it has made something, those of parameters
             apart and included; and what else it has allocated by then.
         branches: bytes of the gradients from which both a parameter's and another one's are computed.
@@ -342,7 +360,7 @@ class _GradientTally:
     def __init__(self, leaves: frozenset[TensorKey] = frozenset()) -> None:
         """No gradient is there.  At `leaves` autograd keeps no slice of a larger gradient, but copies it."""
         self._leaves = leaves
-        self.first = self.branches = 0.0
+        self.branches = 0.0
         self._branched: set[int] = set()
         self.pending: dict[TensorKey, int] = {}
         self.size: list[float] = []
@@ -379,8 +397,6 @@ class _GradientTally:
 
     def run(self, number: int, node: TensorNode) -> None:
         """The backward of one node, of this number."""
-        if node.saves or node.saved_extra:
-            self.first = self.first or self.now
         moments = [self._moment()]
         self.moments.append((number, moments))
         arrived = [self.pending.pop(target.key) for target in node.targets if target.key in self.pending]

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops import count_work
 from autopar.program import Op, TensorType
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search, search_context
+from autopar.search.candidate_sets import least_returned_bytes, make_candidate_set
 from autopar.search.constraints import LayerDemands, parse_constraints
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
-from autopar.search.pipeline.pipeline_search import PipelineSearch
+from autopar.search.pipeline.pipeline_search import PipelineSearch, _least_of
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.plan_selection import preferred_s
-from autopar.search.search_context import SearchContext
+from autopar.search.search_context import SearchContext, shared_storage_choices
 from autopar.search.single_stage import SingleStageSearch
 from autopar.step.prices import OpTime
 from tests.search.across_programs import decoder_model
@@ -95,7 +101,7 @@ def test_pipelines_that_are_passed_over_for_their_compute_alone_are_no_faster(mo
     def note(self: PipelineSearch, context: Any, count: int, *more: Any) -> bool:
         found = is_too_slow(self, context, count, *more)
         if found:
-            passed_over.append((context.num_groups, count, self._enough_s))
+            passed_over.append((context.num_groups, count, more[-1]))
         return found
 
     monkeypatch.setattr(PipelineSearch, "_is_too_slow", note)
@@ -155,6 +161,26 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         assert any(context.run_again) == bool(recompute)
         for costs, own, again in zip(tables.layers, plain.layers, context.run_again, strict=True):
             assert costs.backward_s[0] == pytest.approx(own.backward_s[0] + again * own.forward_s[0])
+
+
+def test_no_candidates_beat_what_rules_them_out_before_they_are_made() -> None:
+    """Those of fewer microbatches, and of compiled layers; and what the last device group holds of the outputs."""
+    prices = ClusterPrices(Cluster.of("h100", devices_per_node=2, nodes=2), None)
+    least: dict[tuple[bool, int], npt.NDArray[np.float64]] = {}
+    for compiled, count in itertools.product((True, False), (2, 4)):
+        request = SearchRequest(schedules=schedule_actions, training=TrainingSpec().running(compiled=compiled))
+        demands = (LayerDemands(),) * len(PROGRAM.layers)
+        context = SearchContext(PROGRAM, 2, prices, request, parse_constraints((), 4), demands, 2)
+        assignment = time_assignment(PROGRAM, count, joins_outputs=True)
+        assert not isinstance(assignment, str)
+        (shared,) = shared_storage_choices(context)
+        candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
+        assert candidates is not None
+        least[compiled, count] = _least_of(candidates)
+        last = candidates.tables.layers[-1]
+        assert 0 < least_returned_bytes(context) <= (last.static_bytes + last.transient_bytes).min()
+    for slower, faster in (((True, 4), (True, 2)), ((False, 2), (True, 2)), ((False, 4), (False, 2))):
+        assert (least[slower] >= least[faster] * (1 - 1e-9)).all()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError
 from autopar.schedules import Shape, schedule_problem
 from autopar.schedules.action_lists import ScheduleSource
-from autopar.search.candidate_sets import CandidateSet, make_candidate_set
+from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, make_candidate_set
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.least_compute import least_compute
-from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
+from autopar.search.pipeline.pipeline_bounds import LeastSeconds, least_step_s
+from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.refinement import refine
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
@@ -252,21 +252,30 @@ class PipelineSearch:
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
         enough_s = min(self._enough_s, results.best_s)
-        least = _ideal_layers(context)
+        least = _least_layers(context, count)
         bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
-        if not hopeful or self._is_too_slow(context, count, assignment, hopeful):
+        if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
             return self._rule_out(groups, count)
+        if self._has_no_room(context):
+            return math.inf
         best_s, are_ruled_out = math.inf, True
+        every: list[Array] = []
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
             if candidates is None:
                 continue
             least = _least_of(candidates)
+            every.append(least)
             left = {shape: bound_s for shape in hopeful if (bound_s := least_step_s(shape, *least)) < enough_s}
             if left:
                 best_s = min(best_s, search_pipelines(candidates, left, self.demands.cuts, results, enough_s))
             are_ruled_out &= not left
+        if every:
+            own = LeastSeconds(
+                count, frozenset(context.meshes), context.request.training.compiled, np.min(every, axis=0)
+            )
+            _known_seconds(context).append(own)
         return self._rule_out(groups, count) if are_ruled_out else best_s
 
     def _rule_out(self, groups: int, count: int) -> float:
@@ -274,11 +283,23 @@ class PipelineSearch:
         self._too_slow.add((groups, count))
         return _RULED_OUT_S * (1 + _IDLE * groups)
 
+    def _has_no_room(self, context: SearchContext) -> bool:
+        """Whether what is returned leaves no room, whatever the candidates; what a demanded pipeline needs is told by
+        its candidates.
+        """
+        room_bytes = OVERCOUNTED * self.limit_bytes
+        return not self.demands.needs_pipeline and least_returned_bytes(context) > room_bytes
+
     def _is_too_slow(
-        self, context: SearchContext, count: int, assignment: TimeAssignment, shapes: Sequence[Shape]
+        self,
+        context: SearchContext,
+        count: int,
+        assignment: TimeAssignment,
+        shapes: Sequence[Shape],
+        enough_s: float,
     ) -> bool:
         """Whether no pipeline of any of these shapes is fast enough, by the compute of its layers alone."""
-        if not math.isfinite(self._enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
+        if not math.isfinite(enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
             return False
         tables = least_compute(context, count, assignment.factors)
         whole_s = count * sum(float((each.forward_s + each.backward_s).min()) for each in tables.layers)
@@ -286,9 +307,9 @@ class PipelineSearch:
         ordered = sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages))
         listed = [(shape, shape.actions(self.schedules)) for shape in ordered]
         fill_share = min(idle_of(*each).fill_share for each in listed)
-        if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * self._enough_s:
+        if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * enough_s:
             return False
-        return all(takes_longer(tables, *each, self._enough_s, self.demands.cuts) for each in listed)
+        return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
 
 
 def dividing_counts(batch: int, data: int, devices: int, most: int) -> list[int]:
@@ -316,6 +337,26 @@ def _ideal_layers(context: SearchContext) -> Array:
     """
     forward_s, backward_s = context.ideal_layers_s
     return np.stack([forward_s, forward_s * (1 + np.array(context.run_again)) + backward_s])
+
+
+def _least_layers(context: SearchContext, count: int) -> Array:
+    """As `_ideal_layers`, and no less than the candidates of searches before took with as many microbatches or fewer,
+    on these meshes and others: no layer runs faster eagerly than compiled.
+    """
+    compiled, meshes = context.request.training.compiled, frozenset(context.meshes)
+    known = (
+        each.layers_s
+        for each in _known_seconds(context)
+        if each.num_microbatches <= count and meshes <= each.meshes and each.compiled >= compiled
+    )
+    return np.max([_ideal_layers(context), *known], axis=0)
+
+
+def _known_seconds(context: SearchContext) -> list[LeastSeconds]:
+    """Those of candidates on groups of as many devices, which meet the same demands."""
+    training = context.request.training.running(compiled=False)
+    key = ("least seconds", context.num_devices, context.demands, training)
+    return context.request.known.get((context.program, context.prices), key, list[LeastSeconds])
 
 
 def _least_of(candidates: CandidateSet) -> Array:
