@@ -180,14 +180,19 @@ def _encoder_sharing(
     forms = {name: known[name] for name in encoder.names}
     if any(len(shape) < 2 for shape, _ in forms.values()):
         raise LoaderError(f"inputs of an encoder are [rows, ...] with another dim, but the example has {forms}")
-    ranks, grids = model.data_parallel_size, inputs.example_numbers.get(encoder.grids)
+    ranks, grids = model.data_parallel_size, inputs.read_values.get(encoder.grids, ())
+    if encoder.grids and not grids:
+        raise LoaderError(
+            f"EncoderRows(grids={encoder.grids!r}) is for models whose forward reads it in Python, but this one reads "
+            f"{list(inputs.read_values)}: leave grids= out"
+        )
     # The plan of the example may split the encoder over as many devices as divide the example's rows, or images.
-    rows = next(iter(forms.values()))[0][0] if grids is None else len(grids)
+    rows = len(grids) // 3 if grids else next(iter(forms.values()))[0][0]
     parts = math.lcm(ranks, math.gcd(rows, model.plan.group_size))
-    if grids is None:
+    if not grids:
         return EncoderSharing(encoder, forms, model.data_rank, ranks, parts)
     positions = "position_ids" if kinds else ""
-    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(map(int, grids[0])), positions)
+    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions)
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:

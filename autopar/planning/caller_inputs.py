@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -60,7 +61,11 @@ def call_inputs(
     communicator: Communicator,
     *,
     is_local: bool,
+    read_values: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> CallInputs:
-    """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole."""
+    """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole.
+
+    `read_values`: those that forward reads in Python.
+    """
     example = example_call(model, example_inputs) if is_local else None
-    return CallInputs(call_opener(model), communicator, split, example, program.batch_size)
+    return CallInputs(call_opener(model), communicator, split, example, program.batch_size, read_values)

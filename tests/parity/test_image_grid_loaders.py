@@ -96,7 +96,9 @@ def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, aske
 
     def rank(talk: Communicator) -> Any:
         made: Any = build(model, traced, plan, talk, planner=planner)
-        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        made.call_inputs = call_inputs(
+            model, example, traced.program, made.data_split, talk, is_local=True, read_values=traced.read_values
+        )
         loader = autopar.balanced(
             DataLoader(dataset, batch_size=4), made, length=lambda sample: len(sample["input_ids"]), shifts="labels",
             encoder=ENCODER,
@@ -127,7 +129,7 @@ def loaded(samples: list[dict[str, Tensor]], **arguments: Any) -> Any:
         model: Any = FakeModel(talk)
         model.plan = plan_of(ROW)
         model.call_inputs.example_forms = {name: (tuple(x.shape), x.dtype) for name, x in example.items()}
-        model.call_inputs.example_numbers = {"image_grid_thw": example["image_grid_thw"]}
+        model.call_inputs.read_values = {"image_grid_thw": SMALL * 4}
         given: dict[str, Any] = {"shifts": "labels", "encoder": ENCODER, "length": lambda x: len(x["input_ids"])}
         given |= arguments
         return next(iter(autopar.balanced(DataLoader(samples, batch_size=4), model, **given)))

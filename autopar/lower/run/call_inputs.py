@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputShapeError, LossError
+from autopar.errors import InputShapeError, LossError, MeshError
 from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
@@ -34,7 +35,7 @@ __all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall"]
 
 _LOGGER = logging.getLogger("autopar")
 _TEXT_BYTES = 400
-_FEW = 1024  # integers whose values forward may read in Python: as `autopar.trace.signature.MOST_READ`
+_NO_VALUES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class OpenedCall(Protocol):
@@ -127,7 +128,7 @@ class CallInputs:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
         example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
-        example_numbers: of those, the tensors of few integers, such as the sizes of images.
+        read_values: inputs whose values forward reads in Python, with those of the example.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class CallInputs:
         split: DataSplit,
         example: Call | None = None,
         rows: int = 0,
+        read_values: Mapping[str, Sequence[int]] = _NO_VALUES,
     ) -> None:
         """`example` is a call with a whole batch of that many `rows`, where inputs are local; None: they are not."""
         self._open_call = open_call
@@ -145,7 +147,7 @@ class CallInputs:
         self.is_local = example is not None
         named: Mapping[str, Tensor] = {} if example is None else open_call(*example).named
         self.example_forms: dict[str, Form] = {name: (tuple(x.shape), x.dtype) for name, x in named.items()}
-        self.example_numbers = {name: x for name, x in named.items() if _is_few_integers(x)}
+        self.read_values = read_values
         self._row_dims = _row_dims(self.example_forms, rows)
         self._has_compared = False
         self.dealt: Dealt | None = None
@@ -288,11 +290,14 @@ class CallInputs:
     def _compare(self, opened: LocalRows) -> list[int]:
         """How many rows each data rank passes."""
         talk, split, form = self._communicator, self._split, opened.form()
-        known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened)))
-        if any(crc != known[0][0] for crc, _, _ in known):
+        read = [zlib.crc32(repr(x.tolist()).encode()) for x in self._read(opened).values()]
+        known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened), *read))
+        if any(crc != known[0][0] for crc, *_ in known):
             self._raise_unlike(form)
+        for rank, (_, _, _, *values) in enumerate(known):
+            self._check_read(opened, rank, [one == other for one, other in zip(values, known[0][3:], strict=True)])
         counts: dict[int, tuple[int, int]] = {}
-        for rank, (_, rows, _) in enumerate(known):
+        for rank, (_, rows, *_) in enumerate(known):
             first, expected = counts.setdefault(split.rank_of(rank), (rank, rows))
             if rows != expected:
                 raise InputShapeError(
@@ -301,12 +306,27 @@ class CallInputs:
                 )
         if not self._has_compared:
             self._has_compared = True
-            if split.size > 1 and len({content for _, _, content in known}) == 1:
+            if split.size > 1 and len({content for _, _, content, *_ in known}) == 1:
                 _LOGGER.warning(
                     "with inputs='local' all %d data ranks passed the same %d rows, which count %d times: pass each "
                     "its own, by model.data_rank", split.size, opened.rows, split.size,
                 )  # fmt: skip
         return [rows for _, (_, rows) in sorted(counts.items())]
+
+    def _read(self, opened: LocalRows) -> dict[str, Any]:
+        """The inputs whose values forward reads in Python."""
+        named = opened.call.named
+        return {name: named[name] for name in self.read_values if name in named and name not in opened.local}
+
+    def _check_read(self, opened: LocalRows, rank: int, are_equal: Sequence[bool]) -> None:
+        for name, is_equal in zip(self._read(opened), are_equal, strict=True):
+            if not is_equal:
+                raise MeshError(
+                    f"input {name!r} of rank {rank} differs from that of rank 0 (on rank {self.rank}: "
+                    f"{self._read(opened)[name].tolist()}): forward reads its values in Python, so all ranks pass "
+                    "those of the whole batch, also with inputs='local', as autopar.balanced(..., "
+                    "encoder=EncoderRows(..., grids=)) does"
+                )
 
     def _content(self, opened: LocalRows) -> int:
         """Something that tells different rows apart, in the first call only: reading it waits for the device."""
@@ -346,11 +366,6 @@ class CallInputs:
         if min(counts) == most:
             return whole
         return torch.cat([whole[i * most : i * most + count] for i, count in enumerate(counts)])
-
-
-def _is_few_integers(x: Tensor) -> bool:
-    is_integer = not (x.is_floating_point() or x.is_complex())
-    return is_integer and x.numel() <= _FEW and x.device.type != "meta"
 
 
 def _refuse_gradient(_: Tensor) -> NoReturn:
