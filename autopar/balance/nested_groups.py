@@ -8,7 +8,7 @@ computed the same rows before, and none waits for another.  So the step takes as
 
 The assignment is a search for a target time, as in bin packing: in descending order of length, each sequence gets the
 place that costs the fewest device seconds with which all devices still meet the target, on the devices with the most
-work.  The first target is an eighth of the way from the best known to the lower bound, the others halve what is left.
+work.  The target is halved between the lower bound and the best known.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import numpy as np
 
 __all__ = ["NestedKind", "NestedPlaces", "nest", "nest_below"]
 
-# Targets after the first, which is an eighth of the way from the best known to the bound: if that can't be met, others
-# rarely can (in 96 drawn batches, once), so that batches of many sequences, where a trial takes milliseconds, have no
-# more.  Three reach an eighth of what groups that stay for the step leave above the bound.
+# Targets: an eighth of what groups that stay for the step leave above the bound.  Of more sequences than `_QUICK`, for
+# which a target takes milliseconds, these are tried only if one that is as close to the best known can be met.
 _TRIALS, _QUICK = 3, 256
 # Sequences times groups to compare them with, in all trials: about 30 ms, which a batch can be late by.  Whatever has
 # to be done for a sequence takes as long as to compare it with so many groups.
@@ -93,17 +92,19 @@ def nest_below(
     """
     compared = len(tokens) * (_EACH + sum(devices // kind.degree for kind in kinds))
     trials = min(_TRIALS, _COMPARED // max(1, compared))
-    target_s = limit_s - (limit_s - bound_s) / 2**_TRIALS
     best: NestedPlaces | None = None
-    for trial in range(trials + 1 if trials else 0):
-        places = nest(kinds, devices, tokens, target_s)
-        if places is not None:
-            best, limit_s = places, places.largest_s
-        elif trial:
-            bound_s = target_s
-        elif len(tokens) > _QUICK:
-            break
+    if trials and len(tokens) > _QUICK:
+        best = nest(kinds, devices, tokens, limit_s - (limit_s - bound_s) / 2**_TRIALS)
+        if best is None:
+            return None
+        limit_s = best.largest_s
+    for _ in range(trials):
         target_s = (bound_s + limit_s) / 2
+        places = nest(kinds, devices, tokens, target_s)
+        if places is None:
+            bound_s = target_s
+        else:
+            best, limit_s = places, places.largest_s
     return best
 
 
