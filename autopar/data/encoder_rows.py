@@ -47,8 +47,7 @@ class EncoderRows:
     ``functional.embedding(seen, features.flatten(0, 1))``.
 
     With `grids` the model takes the patches of all images in one dim, ``[patches, ...]``, next to the size of each
-    image, which it reads in Python (Qwen2-VL and its relatives).  All images of a batch have one size, those of another
-    batch may have another.
+    image, which it reads in Python.  All images of a batch have one size, those of another batch may have another.
 
     Args:
         entries: the names of the entries, which are inputs of the model.
