@@ -142,15 +142,21 @@ def _kinds_of_positions(inputs: CallInputs, *, packs: bool) -> int:
     """How many kinds of positions the model takes behind those of the text, as ``[1 + kinds, rows, tokens]``.
 
     Raises:
-        LoaderError: rows aren't packed.
+        LoaderError: rows aren't packed, or there are as many of them as kinds.
     """
     forms = inputs.example_forms
-    first, (shape, _) = next(iter(forms.values()), ((), None))[0], forms.get("position_ids", ((), None))
+    first = next(iter(forms.values()))[0] if forms else ()
+    shape: tuple[int, ...] = forms["position_ids"][0] if "position_ids" in forms else ()
     kinds = shape[0] - 1 if len(shape) == 3 and shape[1:] == first[:2] else 0
     if kinds and not packs:
         raise LoaderError(
             f"the example has position_ids {list(shape)}, which autopar.balanced makes for packed rows only: leave "
             "packs=False out"
+        )
+    if kinds and shape[0] == shape[1]:
+        raise LoaderError(
+            f"the example has position_ids {list(shape)}, as many rows as kinds of positions, so it is not known which "
+            f"dim has the rows: give the example another number of rows than {shape[0]}"
         )
     return kinds
 

@@ -68,6 +68,10 @@ class Alone(nn.Module):
         return total / counted
 
 
+def size(sample: dict[str, Tensor]) -> int:
+    return len(sample["input_ids"])
+
+
 def example_of(rows: int, grids: list[Grid]) -> dict[str, Tensor]:
     """A whole batch of packed rows."""
     ids = torch.ones(rows, TOKENS, dtype=torch.int64)
@@ -84,7 +88,7 @@ def example_of(rows: int, grids: list[Grid]) -> dict[str, Tensor]:
 def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, asked: str) -> None:
     skip_before_transformers_5("the configuration is another one")
     model: Any = small(kind)
-    dataset = [sample_of(model, number) for number in range(len(SAMPLES))]
+    dataset: Any = [sample_of(model, number) for number in range(len(SAMPLES))]
     example = example_of(2, [SMALL] * 4)
     traced = keep_double_program(autopar.api.trace_model(model, example))
     plan = forced_plan(traced.program, 2, asked)
@@ -99,8 +103,8 @@ def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, aske
         made.call_inputs = call_inputs(
             model, example, traced.program, made.data_split, talk, is_local=True, read_values=traced.read_values
         )
-        loader = autopar.balanced(
-            DataLoader(dataset, batch_size=4), made, length=lambda sample: len(sample["input_ids"]), shifts="labels",
+        loader: Any = autopar.balanced(
+            DataLoader(dataset, batch_size=4), made, length=size, shifts="labels",
             encoder=ENCODER,
         )  # fmt: skip
         found: list[Any] = []
@@ -121,16 +125,16 @@ def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, aske
                 torch.testing.assert_close(x, wanted, rtol=0, atol=1e-9 * largest)
 
 
-def loaded(samples: list[dict[str, Tensor]], **arguments: Any) -> Any:
+def loaded(samples: Any, rows: int = 2, **arguments: Any) -> Any:
     """A batch of these samples, on two ranks."""
-    example = example_of(2, [SMALL] * 4)
+    example = example_of(rows, [SMALL] * 4)
 
     def act(talk: Communicator) -> Any:
         model: Any = FakeModel(talk)
         model.plan = plan_of(ROW)
         model.call_inputs.example_forms = {name: (tuple(x.shape), x.dtype) for name, x in example.items()}
         model.call_inputs.read_values = {"image_grid_thw": SMALL * 4}
-        given: dict[str, Any] = {"shifts": "labels", "encoder": ENCODER, "length": lambda x: len(x["input_ids"])}
+        given: dict[str, Any] = {"shifts": "labels", "encoder": ENCODER, "length": size}
         given |= arguments
         return next(iter(autopar.balanced(DataLoader(samples, batch_size=4), model, **given)))
 
@@ -166,6 +170,7 @@ def plain_sample(grids: list[Grid], tokens: int = 8) -> dict[str, Tensor]:
             r"which are 32 patches, but 'pixel_values' is \[16, 96\]",
         ),
         ([plain_sample([SMALL])], {"packs": False}, r"has position_ids \[4, 2, 20\].*leave packs=False out"),
+        ([plain_sample([SMALL])], {"rows": 4}, "give the example another number of rows than 4"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_sizes_is_named(
