@@ -145,8 +145,9 @@ def _kinds_of_positions(inputs: CallInputs, *, packs: bool) -> int:
         LoaderError: rows aren't packed, or there are as many of them as kinds.
     """
     forms = inputs.example_forms
-    first = next(iter(forms.values()))[0] if forms else ()
-    shape: tuple[int, ...] = forms["position_ids"][0] if "position_ids" in forms else ()
+    if "position_ids" not in forms:
+        return 0
+    first, shape = next(iter(forms.values()))[0], forms["position_ids"][0]
     kinds = shape[0] - 1 if len(shape) == 3 and shape[1:] == first[:2] else 0
     if kinds and not packs:
         raise LoaderError(
