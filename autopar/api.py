@@ -240,7 +240,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     )
     module.call_inputs = agree(
         group,
-        lambda: call_inputs(model, example_inputs, traced.program, module.data_split, communicator, is_local=is_local),
+        lambda: call_inputs(
+            model,
+            example_inputs,
+            traced.program,
+            module.data_split,
+            communicator,
+            is_local=is_local,
+            read_values=traced.read_values,
+        ),
     )
     module.whole_outputs = whole_outputs
     mode, module.training = module.training, True

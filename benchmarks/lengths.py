@@ -17,7 +17,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -33,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import autopar
 from autopar.balance import Assignment, BatchPlanner, Clip, Lengths
+from autopar.balance.group_rows import assign_groups
 from autopar.plan import Decisions, Plan
-from autopar.plan.prediction import Prediction, RowCost
+from autopar.plan.prediction import GroupRow, Prediction, RowCost
 from benchmarks.flexible_degrees import SIZES, measure, measure_batches
 
 ROWS = 8  # of a batch: one for each data-parallel rank, if the plan has eight
@@ -145,6 +148,35 @@ def measure_cost(plan: Plan, lengths: Lengths) -> dict[str, float]:
             planner.assign(tokens)
             times.append(time.process_time() - started_s)
         found[f"{count} sequences, {ranks} ranks"] = 1e3 * float(np.median(times))
+    return found | measure_group_cost()
+
+
+def group_rows(most: int = 64, room: int = 16384, longest: int = 131072) -> tuple[GroupRow, ...]:
+    """Groups of 64 devices to one, each with `room` tokens a device: made-up prices, near those of a 7B model."""
+    degrees = [most >> power for power in range(most.bit_length())]
+    more = [1 + 0.04 * math.log2(degree) for degree in degrees]  # what devices spend on each other
+    return tuple(
+        GroupRow(
+            degree, min(longest, room * degree), 1e-4 * min(longest, room * degree) / degree * x, 4e-9 / degree * x
+        )
+        for degree, x in zip(degrees, more, strict=True)
+    )
+
+
+def measure_group_cost() -> dict[str, float]:
+    """(d) with groups of unlike size, for lengths with a heavy tail: mean of draws, and how far from the bound."""
+    kinds, lengths = group_rows(), Lengths.lognormal(mean=20_000, sigma=1.5).clipped(131072)
+    found: dict[str, float] = {}
+    for (count, devices), nests in itertools.product(((512, 64), (10_000, 4096)), (False, True)):
+        times, gaps = [], []
+        for seed in range(6):
+            tokens = np.asarray(lengths.draw(count, seed))
+            started_s = time.process_time()
+            assignment = assign_groups(kinds, 0.5, devices, tokens, nests=nests)
+            times.append(time.process_time() - started_s)
+            gaps += [assignment.gap] if assignment else []
+        name = f"{count} sequences, {'overlapping ' * nests}groups of {devices} devices"
+        found |= {name: 1e3 * float(np.mean(times)), f"{name}: gap": float(np.mean(gaps))}
     return found
 
 

@@ -20,7 +20,9 @@ import numpy as np
 
 __all__ = ["NestedKind", "NestedPlaces", "nest", "nest_below"]
 
-_TRIALS = 3  # targets: an eighth of what groups that stay for the step leave above the bound
+# Targets: an eighth of what groups that stay for the step leave above the bound.  Of more sequences than `_QUICK`, for
+# which a target takes milliseconds, these are tried only if one that is as close to the best known can be met.
+_TRIALS, _QUICK = 3, 256
 # Sequences times groups to compare them with, in all trials: about 30 ms, which a batch can be late by.  Whatever has
 # to be done for a sequence takes as long as to compare it with so many groups.
 _COMPARED, _EACH = 2_000_000, 1000
@@ -88,9 +90,15 @@ def nest_below(
 
     `kinds` by falling degree; each degree divides the one before it and `devices`.
     """
-    best: NestedPlaces | None = None
     compared = len(tokens) * (_EACH + sum(devices // kind.degree for kind in kinds))
-    for _ in range(min(_TRIALS, _COMPARED // max(1, compared))):
+    trials = min(_TRIALS, _COMPARED // max(1, compared))
+    best: NestedPlaces | None = None
+    if trials and len(tokens) > _QUICK:
+        best = nest(kinds, devices, tokens, limit_s - (limit_s - bound_s) / 2**_TRIALS)
+        if best is None:
+            return None
+        limit_s = best.largest_s
+    for _ in range(trials):
         target_s = (bound_s + limit_s) / 2
         places = nest(kinds, devices, tokens, target_s)
         if places is None:
@@ -112,58 +120,80 @@ def nest(
 
 
 class _Filling:
-    """Groups while sequences are placed in them, one after the other."""
+    """Groups while sequences are placed in them, one after the other.
+
+    Attributes:
+        load_s: ``[devices]``.
+        rows: ``[devices]`` in all groups of a device.
+        room: of each kind, ``[groups]`` tokens left in the emptiest row of each group.
+        spare_s: device seconds that are left over if all sequences are where they are cheapest from here on.
+        least_s: of each kind, what its group with the least work has had at least, when none could take a sequence.
+            Work only grows, so that a sequence for which this is too much need not be compared with the groups.
+        most_room: of each kind, the largest `room`.
+    """
 
     def __init__(
         self, kinds: Sequence[NestedKind], devices: int, lengths: np.ndarray, target_s: float, most_rows: int
     ) -> None:
-        self.kinds, self.lengths, self.target_s, self.most_rows = kinds, lengths, target_s, most_rows
+        self.kinds, self.lengths, self.target_s, self.most_rows = kinds, lengths.tolist(), target_s, most_rows
+        counts = [devices // kind.degree for kind in kinds]
         self.load_s, self.rows = np.zeros(devices), np.zeros(devices, np.int64)
-        self.seconds = np.array([kind.seconds(lengths) for kind in kinds])
+        self.room, self.work = ([np.zeros(count) for count in counts] for _ in range(2))
+        self.left: list[list[list[float]]] = [[[] for _ in range(count)] for count in counts]
+        self.least_s, self.most_room = [0.0] * len(kinds), [0.0] * len(kinds)
         degrees = np.array([[kind.degree] for kind in kinds])
-        opening = np.array([kind.with_row(lengths) for kind in kinds])
+        seconds = np.array([kind.seconds(lengths) for kind in kinds])
+        shared = np.array([kind.with_row(lengths) for kind in kinds]) * degrees
         # Rows that are there already come first where both cost the same.
-        costs = np.concatenate([self.seconds * degrees, opening * degrees])
-        self.order: list[list[int]] = np.argsort(costs, axis=0, kind="stable").T.tolist()
-        self.left: list[list[list[float]]] = [[[] for _ in range(devices // kind.degree)] for kind in kinds]
-        self.room = [np.zeros(devices // kind.degree) for kind in kinds]
-        self.work = [np.zeros(devices // kind.degree) for kind in kinds]
+        order = np.argsort(np.concatenate([seconds * degrees, shared]), axis=0, kind="stable")
+        least = shared.min(axis=0, initial=np.inf)
+        self.spare_s = devices * target_s - float(least.sum())
+        self.order: list[list[int]] = order.T.tolist()
+        self.seconds: list[list[float]] = seconds.T.tolist()
+        # What a sequence takes in a kind of group above the least, with its share of a row: nothing is less than that.
+        self.more_s: list[list[float]] = (shared - least).T.tolist()
         self.at = np.zeros((len(lengths), 3), np.int64)  # of each sequence: kind, place among its groups, row
 
     def place(self, index: int) -> bool:
         """Whether the sequence has a place, which it gets."""
-        length = self.lengths[index]
+        length, seconds = self.lengths[index], self.seconds[index]
         for choice in self.order[index]:
             is_new, kind = divmod(choice, len(self.kinds))
-            taken_s = self.seconds[kind, index] + (self.kinds[kind].row_s if is_new else 0.0)
-            own = self._most_loaded(kind, length, taken_s, is_new=bool(is_new))
+            taken_s = seconds[kind] + (self.kinds[kind].row_s if is_new else 0.0)
+            is_hopeless = self.least_s[kind] + taken_s > self.target_s or not (is_new or length <= self.most_room[kind])
+            own = -1 if is_hopeless else self._most_loaded(kind, length, taken_s, is_new=bool(is_new))
             if own >= 0:
                 self._put(index, kind, own, taken_s, is_new=bool(is_new))
-                return True
+                self.spare_s -= self.more_s[index][kind]
+                return self.spare_s >= 0
         return False
 
     def _most_loaded(self, kind: int, length: float, taken_s: float, *, is_new: bool) -> int:
         """The group of this kind with the most work that can take it; -1: there is none."""
-        degree, room = self.kinds[kind].degree, self.room[kind]
-        load_s = self.load_s.reshape(-1, degree).max(axis=1)
+        degree = self.kinds[kind].degree
+        load_s = self.load_s if degree == 1 else self.load_s.reshape(-1, degree).max(axis=1)
         fits = load_s + taken_s <= self.target_s
-        if is_new:
+        if not is_new:
+            fits &= self.room[kind] >= length
+        elif self.most_rows < len(self.lengths):
             fits &= self.rows.reshape(-1, degree).max(axis=1) < self.most_rows
-        else:
-            fits &= room >= length
         group = int(np.where(fits, load_s, -1.0).argmax())
-        return group if fits[group] else -1
+        if fits[group]:
+            return group
+        self.least_s[kind] = float(load_s.min())
+        return -1
 
     def _put(self, index: int, kind: int, own: int, taken_s: float, *, is_new: bool) -> None:
-        degree, left = self.kinds[kind].degree, self.left[kind][own]
+        degree, left, room = self.kinds[kind].degree, self.left[kind][own], self.room[kind]
         devices = slice(own * degree, (own + 1) * degree)
         if is_new:
             left.append(float(self.kinds[kind].tokens))
             self.rows[devices] += 1
-        length = float(self.lengths[index])
+        length = self.lengths[index]
         row = min((size, at) for at, size in enumerate(left) if size >= length)[1]
         left[row] -= length
-        self.room[kind][own] = max(left)
+        room[own] = max(left)
+        self.most_room[kind] = float(room.max())
         self.load_s[devices] += taken_s
         self.work[kind][own] += taken_s
         self.at[index] = kind, own, row

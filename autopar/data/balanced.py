@@ -14,6 +14,7 @@ from autopar.balance import BatchPlanner
 from autopar.balance.costs import check_lengths
 from autopar.data.buckets import EvenSteps
 from autopar.data.encoder_rows import EncoderRows, EncoderSharing
+from autopar.data.image_grids import GridSharing
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
@@ -95,9 +96,10 @@ def balanced(  # noqa: PLR0913  (what a user may say)
         )
     if packs:
         check_separation(model.program.source)
-    images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs)
-    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None)
-    maker = _row_maker(padding or {}, shifts, images, packs=packs)
+    kinds = _kinds_of_positions(inputs, packs=packs)
+    images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds)
+    maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds)
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
@@ -120,18 +122,49 @@ def balanced(  # noqa: PLR0913  (what a user may say)
 
 
 def _row_maker(
-    padding: Mapping[str, float], shifts: str | Sequence[str] | None, images: EncoderSharing | None, *, packs: bool
+    padding: Mapping[str, float],
+    shifts: str | Sequence[str] | None,
+    images: EncoderSharing | GridSharing | None,
+    *,
+    packs: bool,
+    kinds: int,
 ) -> RowMaker:
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     looked_up = {images.encoder.lookup: 0} if images and images.encoder.lookup else {}
     packing = RowPacking(
         {**_PADDING, **looked_up, **padding}, "position_ids" if packs else "", "" if packs else "attention_mask",
-        shifted if packs else (),
+        shifted if packs else (), kinds,
     )  # fmt: skip
     return RowMaker(packing, images)
 
 
-def _encoder_sharing(encoder: EncoderRows | None, model: ParallelModule, inputs: CallInputs) -> EncoderSharing | None:
+def _kinds_of_positions(inputs: CallInputs, *, packs: bool) -> int:
+    """How many kinds of positions the model takes behind those of the text, as ``[1 + kinds, rows, tokens]``.
+
+    Raises:
+        LoaderError: rows aren't packed, or there are as many of them as kinds.
+    """
+    forms = inputs.example_forms
+    if "position_ids" not in forms:
+        return 0
+    first, shape = next(iter(forms.values()))[0], forms["position_ids"][0]
+    kinds = shape[0] - 1 if len(shape) == 3 and shape[1:] == first[:2] else 0
+    if kinds and not packs:
+        raise LoaderError(
+            f"the example has position_ids {list(shape)}, which autopar.balanced makes for packed rows only: leave "
+            "packs=False out"
+        )
+    if kinds and shape[0] == shape[1]:
+        raise LoaderError(
+            f"the example has position_ids {list(shape)}, as many rows as kinds of positions, so it is not known which "
+            f"dim has the rows: give the example another number of rows than {shape[0]}"
+        )
+    return kinds
+
+
+def _encoder_sharing(
+    encoder: EncoderRows | None, model: ParallelModule, inputs: CallInputs, kinds: int
+) -> EncoderSharing | GridSharing | None:
     """What distributes the rows of `encoder`, by the example inputs of `model`.
 
     Raises:
@@ -140,7 +173,7 @@ def _encoder_sharing(encoder: EncoderRows | None, model: ParallelModule, inputs:
     if encoder is None:
         return None
     known = inputs.example_forms
-    missing = [name for name in (*encoder.made, encoder.lookup) if name and name not in known]
+    missing = [name for name in (*encoder.made, encoder.lookup, encoder.grids) if name and name not in known]
     if missing:
         raise LoaderError(
             f"the encoder reads {missing}, but the example inputs of the model are {list(known)}: parallelize it with "
@@ -154,10 +187,19 @@ def _encoder_sharing(encoder: EncoderRows | None, model: ParallelModule, inputs:
     forms = {name: known[name] for name in encoder.names}
     if any(len(shape) < 2 for shape, _ in forms.values()):
         raise LoaderError(f"inputs of an encoder are [rows, ...] with another dim, but the example has {forms}")
-    # The plan of the example may split the encoder over as many devices as divide the example's rows.
-    devices = math.gcd(next(iter(forms.values()))[0][0], model.plan.group_size)
-    ranks = model.data_parallel_size
-    return EncoderSharing(encoder, forms, model.data_rank, ranks, math.lcm(ranks, devices))
+    ranks, grids = model.data_parallel_size, inputs.read_values.get(encoder.grids, ())
+    if encoder.grids and not grids:
+        raise LoaderError(
+            f"EncoderRows(grids={encoder.grids!r}) is for models whose forward reads it in Python, but this one reads "
+            f"{list(inputs.read_values)}: leave grids= out"
+        )
+    # The plan of the example may split the encoder over as many devices as divide the example's rows, or images.
+    rows = len(grids) // 3 if grids else next(iter(forms.values()))[0][0]
+    parts = math.lcm(ranks, math.gcd(rows, model.plan.group_size))
+    if not grids:
+        return EncoderSharing(encoder, forms, model.data_rank, ranks, parts)
+    positions = "position_ids" if kinds else ""
+    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions)
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:

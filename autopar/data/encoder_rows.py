@@ -22,7 +22,7 @@ from autopar.data.packed_rows import RowPacking
 from autopar.errors import LoaderError
 from autopar.plan.prediction import RowCost
 
-__all__ = ["EncoderRows", "EncoderShare", "EncoderSharing"]
+__all__ = ["EncoderRows", "EncoderShare", "EncoderSharing", "in_even_parts"]
 
 Image = tuple[int, int]
 """The number of a sample in its batch, and the number of one of its images."""
@@ -46,6 +46,9 @@ class EncoderRows:
     model then looks a place of the text up among the places of all rows,
     ``functional.embedding(seen, features.flatten(0, 1))``.
 
+    With `grids` the model takes the patches of all images in one dim, ``[patches, ...]``, next to the size of each
+    image, which it reads in Python.  All images of a batch have one size, those of another batch may have another.
+
     Args:
         entries: the names of the entries, which are inputs of the model.
         lookup: the entry of the text, ``[length]``, that says for each place which patch it is, counted over all
@@ -53,7 +56,10 @@ class EncoderRows:
         positions: the model's input that counts patches from 0 in each image, which it keeps apart by that.
         mask: in place of `positions`, for a row for each image: the model's input that is 1 at patches.
         lengths: with ``length_index=``: of each sample of the dataset the patches of its images, such as
-            ``[[12, 3], [], [7]]``; of images of one shape their number, ``[2, 0, 1]``.
+            ``[[12, 3], [], [7]]``; of images of one shape their number, ``[2, 0, 1]``; with `grids` their sizes,
+            ``[[(1, 16, 16), (1, 16, 16)], [], [(1, 16, 16)]]``.
+        grids: the entry of a sample, and input of the model, that has frames, height and width of each image in
+            patches, ``[images, 3]``, such as ``"image_grid_thw"``.
 
     Example:
         >>> loader = autopar.balanced(loader, model, length=size, shifts="labels", encoder="pixel_values")
@@ -64,16 +70,18 @@ class EncoderRows:
     positions: str = ""
     mask: str = ""
     lengths: Sequence[Any] | None = None
+    grids: str = ""
 
     def __post_init__(self) -> None:
         """Check that it says one of both."""
         if not self.names or not all(self.names):
             raise LoaderError("an encoder has entries: pass EncoderRows(entries='pixel_values') with their names")
-        if bool(self.positions) + bool(self.mask) != bool(self.lookup):
+        if bool(self.positions) + bool(self.mask) != bool(self.lookup) or (self.lookup and self.grids):
             raise LoaderError(
-                f"EncoderRows(lookup={self.lookup!r}, positions={self.positions!r}, mask={self.mask!r}): images of "
-                "many sizes need lookup=, and one of positions= (several images share a row) and mask= (a row for "
-                "each); images of one shape need none of them"
+                f"EncoderRows(lookup={self.lookup!r}, positions={self.positions!r}, mask={self.mask!r}, "
+                f"grids={self.grids!r}): images of many sizes need lookup=, and one of positions= (several images "
+                "share a row) and mask= (a row for each); images of one shape, and with grids= of one size in each "
+                "batch, need none of them"
             )
 
     @property
@@ -86,6 +94,29 @@ class EncoderRows:
         """The inputs of the model that are rows of the encoder."""
         return (*self.names, *(name for name in (self.positions, self.mask) if name))
 
+    def lengths_for(self, samples: int) -> Sequence[Any]:
+        """`lengths` of so many samples.
+
+        Raises:
+            LoaderError: there are none, or not one for each sample.
+        """
+        if self.lengths is None or len(self.lengths) != samples:
+            counted = "none" if self.lengths is None else f"those of {len(self.lengths)}"
+            raise LoaderError(
+                f"with length_index= a rank reads its own samples only, so lengths of images are needed too, of "
+                f"{samples} samples, but EncoderRows has {counted}: pass EncoderRows(..., lengths=), or length= in "
+                "place of length_index="
+            )
+        return self.lengths
+
+    def check_announced(self, announced: Sequence[Any], found: Sequence[Any]) -> None:
+        """Raise LoaderError if the images of a sample are others than `lengths` says."""
+        if list(announced) != list(found):
+            raise LoaderError(
+                f"EncoderRows(lengths=) says that a sample has images of {list(announced)} places, but they are "
+                f"{list(found)}: let it say what the dataset gives"
+            )
+
 
 @dataclass(frozen=True)
 class EncoderShare:
@@ -94,13 +125,13 @@ class EncoderShare:
     Args:
         rows: of this rank, as many as each rank has; some may be empty.
         starts: the number of each image's first place among those of the rows of all ranks.
-        lengths: of each sample the places that its images take.
+        lengths: of each sample the places that its images take, or their sizes.
         digest: of where images are, for ranks to compare.
     """
 
     rows: tuple[tuple[Image, ...], ...]
     starts: Mapping[Image, int]
-    lengths: Sequence[Sequence[int]]
+    lengths: Sequence[Sequence[Any]]
     digest: int
 
     @property
@@ -160,11 +191,7 @@ class EncoderSharing:
         return [[images[n] for n in own] for part in range(self.parts) for own in assignment.rows_of(part)]
 
     def _in_order(self, lengths: Sequence[Sequence[int]], order: Sequence[int]) -> list[list[Image]]:
-        rows = [[(sample, image)] for sample in order for image in range(len(lengths[sample]))]
-        each = max(1, math.ceil(len(rows) / self.parts))
-        step = 1 << max(0, each.bit_length() - _LEADING_BITS)
-        empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * self.parts - len(rows))]
-        return rows + empty
+        return in_even_parts([(sample, image) for sample in order for image in range(len(lengths[sample]))], self.parts)
 
     # --- samples
 
@@ -213,14 +240,7 @@ class EncoderSharing:
         Raises:
             LoaderError: there are none, or not one for each sample.
         """
-        given = self.encoder.lengths
-        if given is None or len(given) != samples:
-            counted = "none" if given is None else f"those of {len(given)}"
-            raise LoaderError(
-                f"with length_index= a rank reads its own samples only, so lengths of images are needed too, of "
-                f"{samples} samples, but EncoderRows has {counted}: pass EncoderRows(..., lengths=), or length= in "
-                "place of length_index="
-            )
+        given = self.encoder.lengths_for(samples)
         if self.tokens:
             return [[int(n) for n in cast("Sequence[int]", own)] for own in given]
         return [[1] * int(own) for own in given]
@@ -234,11 +254,8 @@ class EncoderSharing:
             LoaderError: it has other images than were announced, or looks up a patch that it doesn't have.
         """
         lengths = list(share.lengths[number])
-        if self.encoder.lengths is not None and self.lengths_of(sample) != lengths:
-            raise LoaderError(
-                f"EncoderRows(lengths=) says that a sample has images of {lengths} places, but they are "
-                f"{self.lengths_of(sample)}: let it say what the dataset gives"
-            )
+        if self.encoder.lengths is not None:
+            self.encoder.check_announced(lengths, self.lengths_of(sample))
         text = {name: x for name, x in sample.items() if name not in self.encoder.names}
         if not self.encoder.lookup:
             return text
@@ -267,3 +284,11 @@ class EncoderSharing:
         """An image of zeros."""
         forms = self.forms.items()
         return {name: torch.zeros(tokens or shape[1], *shape[2:], dtype=dtype) for name, (shape, dtype) in forms}
+
+
+def in_even_parts(images: Sequence[Image], parts: int) -> list[list[Image]]:
+    """A row for each image, and empty ones behind them, for so many parts of equally many."""
+    each = max(1, math.ceil(len(images) / parts))
+    step = 1 << max(0, each.bit_length() - _LEADING_BITS)
+    empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * parts - len(images))]
+    return [[image] for image in images] + empty

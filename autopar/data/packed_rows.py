@@ -24,6 +24,9 @@ class RowPacking:
     Args:
         padding: name -> what places without a token have.
         positions: name of an entry that counts places from 0 in each sequence; ``""``: none.
+        kinds: how many other kinds of positions a place has, such as frame, height and width of a place in an image.
+            The batch has ``[1 + kinds, rows, tokens]`` of them then, and a sample ``[kinds, length]``; without them, as
+            text alone, all count its places.
         mask: name of an entry that is 1 at tokens and 0 elsewhere; ``""``: none.
         shifts: names whose first place in each sequence gets what padding has, since the model moves them to the place
             before, which is in another sequence.
@@ -33,6 +36,7 @@ class RowPacking:
     positions: str = ""
     mask: str = ""
     shifts: tuple[str, ...] = ()
+    kinds: int = 0
 
     def jagged(self, rows: Sequence[Sequence[Any]], tokens: Sequence[int], like: Any) -> dict[str, Tensor]:
         """The batch of these rows of samples; `tokens` of each row, or one number if there are none.
@@ -58,7 +62,7 @@ class RowPacking:
         """
         form = self._read(like)
         batch = {
-            name: torch.full((len(rows), tokens, *x.shape[1:]), self.padding[name], dtype=x.dtype)
+            name: torch.full((len(rows), tokens, *x.shape[1:]), self.padding.get(name, 0), dtype=x.dtype)
             for name, x in form.items()
         }
         places = torch.zeros(len(rows), tokens, dtype=torch.int64)
@@ -71,6 +75,8 @@ class RowPacking:
                 length = len(next(iter(sample.values())))
                 places[number, start - length : start] = torch.arange(length)
             filled[number, :start] = 1
+        if self.kinds:
+            places = torch.cat([places[None], batch.pop(self.positions).movedim(-1, 0)])
         made = {self.positions: places, self.mask: filled}
         return batch | {name: x for name, x in made.items() if name}
 
@@ -108,7 +114,10 @@ class RowPacking:
 
     def _read(self, sample: Any) -> dict[str, Tensor]:
         given = self.as_mapping(sample)
-        unknown = sorted(set(given) - set(self.padding))
+        if self.kinds and given:
+            given = {**given, self.positions: self._positions_of(given)}
+        known = {*self.padding, self.positions} if self.kinds else set(self.padding)
+        unknown = sorted(set(given) - known)
         if unknown or not given:
             raise LoaderError(
                 f"samples have the entries {sorted(given)}, but nothing says what {unknown} have in places without a "
@@ -126,6 +135,21 @@ class RowPacking:
                 "that an encoder reads"
             )
         return tensors
+
+    def _positions_of(self, sample: Mapping[str, Any]) -> Tensor:
+        """``[length, kinds]`` of a sample."""
+        given = sample.get(self.positions)
+        if given is None:
+            places = torch.arange(len(next(iter(sample.values()))))
+            return places[:, None].expand(-1, self.kinds)
+        positions = torch.as_tensor(given)
+        if positions.dim() != 2 or len(positions) != self.kinds:
+            raise LoaderError(
+                f"a sample has {self.positions} {list(positions.shape)}, but the model takes [{1 + self.kinds}, rows, "
+                f"tokens], by its example inputs, the first of which count the places of each sequence: let samples "
+                f"have [{self.kinds}, length], as get_rope_index of such models gives for one sample"
+            )
+        return positions.T
 
 
 def _without_mask(sample: Mapping[str, Any], padding: Mapping[str, float]) -> Mapping[str, Any]:

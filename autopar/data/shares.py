@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.balance import Assignment, BatchPlanner
 from autopar.data.batch_rows import own_rows
 from autopar.data.encoder_rows import EncoderShare, EncoderSharing
+from autopar.data.image_grids import GridSharing
 from autopar.data.packed_rows import RowPacking
 from autopar.lower.observe.balance import Dealt
 
@@ -57,9 +58,9 @@ class Sharing:
     rank: int
     ranks: int
     device: int
-    encoder: EncoderSharing | None = None
+    encoder: EncoderSharing | GridSharing | None = None
 
-    def of(self, lengths: np.ndarray, images: Sequence[Sequence[int]] = ()) -> Share:
+    def of(self, lengths: np.ndarray, images: Sequence[Sequence[Any]] = ()) -> Share:
         """This rank's share of a batch with sequences of these `lengths`, and `images` of these lengths."""
         assignment = self.planner.assign(lengths)
         digest = zlib.crc32(assignment.degrees.tobytes(), assignment.row_cost.tokens)
@@ -107,7 +108,7 @@ class RowMaker:
     """A share, and its samples by number -> what ranks compare, and this rank's batch."""
 
     packing: RowPacking
-    encoder: EncoderSharing | None
+    encoder: EncoderSharing | GridSharing | None
 
     def make(self, share: Share, samples: Mapping[int, Any], like: Any) -> tuple[Dealt, dict[str, Tensor]]:
         """`like` is a sample that shows the form of rows, of which this rank may have none."""
@@ -118,7 +119,8 @@ class RowMaker:
         encoder, images = self.encoder, share.encoder
         read = {number: self.packing.as_mapping(sample) for number, sample in samples.items()}
         texts = [[encoder.text_of(images, number, read[number]) for number in row] for _, row in share.rows]
-        form = {name: x for name, x in self.packing.as_mapping(like).items() if name not in encoder.encoder.names}
+        left_out = (*encoder.encoder.names, encoder.encoder.grids)
+        form = {name: x for name, x in self.packing.as_mapping(like).items() if name not in left_out}
         batch = self.packing.jagged(texts, tokens, form)
         return share.dealt, batch | encoder.collate(images, read)
 
@@ -145,7 +147,7 @@ class TakeShare:
 
     sharing: Sharing
     lengths: np.ndarray
-    images: Sequence[Sequence[int]] = ()
+    images: Sequence[Sequence[Any]] = ()
 
     def __call__(self, indices: Sequence[int]) -> list[_Request]:
         """One request, for this rank's share of these samples."""

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.attribute_owners import attributes_of
-from autopar.errors import ExampleInputsError, InputShapeError, OutputError, PlanMismatchError, TraceError
+from autopar.errors import (
+    ExampleInputsError,
+    InfeasibleError,
+    InputShapeError,
+    OutputError,
+    PlanMismatchError,
+    TraceError,
+)
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
@@ -240,12 +247,19 @@ class CallPlanner:
             padded = self._with_more_rows(traced, call, is_training, part, autocast)
             if padded is not None:
                 return padded
-            plan = plan_like(traced.program, *self._first, self._prices, request)
+            plan = self._search(traced.program, request)
         keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
         if traced.program.carried and not keeps_copies:
             stored = replace(self._of_mode(is_training), stored=self._stored)
-            plan = plan_like(traced.program, *self._first, self._prices, stored)
+            plan = self._search(traced.program, stored)
         return executable_of(traced, plan, keeps_copies=keeps_copies)
+
+    def _search(self, program: Program, request: SearchRequest) -> Plan:
+        try:
+            return plan_like(program, *self._first, self._prices, request)
+        except InfeasibleError as error:
+            inputs = ", ".join(f"{name} {list(program.type_of(name).shape)}" for name in program.inputs)
+            raise type(error)(f"a call with {inputs}: {error}") from error
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: _Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -32,17 +33,22 @@ def read_inputs(inputs: str, traced: Traced) -> bool:
 
 
 def check_read_values(traced: Traced, *, is_local: bool) -> Traced:
-    """`traced`, unless ranks pass their own rows and it is for certain values of inputs.
+    """`traced`, unless ranks pass their own rows and it is for certain values of inputs that have rows.
 
     Raises:
         TraceError: it is.
     """
-    if is_local and traced.read_values:
+    program = traced.program
+    shapes = {name: program.values[name].type.shape for name in traced.read_values}
+    own = [name for name, shape in shapes.items() if shape[:1] == (program.batch_size,)]
+    if is_local and own:
         raise TraceError(
-            f"forward reads the values of {list(traced.read_values)} in Python, which are those of the whole batch on "
-            "one device. With inputs='local' a rank has those of its own rows only, so autopar.balanced can't be used: "
-            "leave inputs='local' out, and pass the whole batch on every rank. Each set of values is planned when it "
-            "first comes; autopar.data.BucketSampler gives batches whose samples have one size, of which there are few"
+            f"forward reads the values of {own} in Python, which have as many entries as the example has rows. With "
+            "inputs='local' a rank passes those of its own rows only, but needs the values of the whole batch. If they "
+            "are not of rows, but of images, make the example with another number of images: every rank then passes "
+            "the values of all images of the batch, as autopar.balanced(..., encoder=EncoderRows(..., grids=)) gives "
+            "them. Otherwise leave inputs='local' out, and pass the whole batch on every rank. Each set of values is "
+            "planned when it first comes; autopar.data.BucketSampler gives batches whose samples have one size"
         )
     return traced
 
@@ -55,7 +61,11 @@ def call_inputs(
     communicator: Communicator,
     *,
     is_local: bool,
+    read_values: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> CallInputs:
-    """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole."""
+    """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole.
+
+    `read_values`: those that forward reads in Python.
+    """
     example = example_call(model, example_inputs) if is_local else None
-    return CallInputs(call_opener(model), communicator, split, example, program.batch_size)
+    return CallInputs(call_opener(model), communicator, split, example, program.batch_size, read_values)

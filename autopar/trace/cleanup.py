@@ -12,8 +12,8 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, rename
 
 __all__ = [
-    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_elementwise", "is_repeatable",
-    "join_written_slices", "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
+    "TO_THE_END", "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_elementwise",
+    "is_repeatable", "join_written_slices", "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -173,7 +173,7 @@ def spell_out_copies(graph: Graph) -> Graph:
 
 
 _COPIES = ("aten.copy.default", "aten.fill.Tensor", "aten.type_as.default")
-_TO_THE_END = 2**63 - 1
+TO_THE_END = 2**63 - 1  # where a slice ends that has all that follows, however large that is on a device
 
 
 def _spell_slice(op: Op, source: TensorType) -> Op:
@@ -190,7 +190,7 @@ def _spell_slice(op: Op, source: TensorType) -> Op:
 
     low, high = place(start, 0), place(end, size)
     step = argument(op, 4, "step", 1)
-    args = (op.args[0], dim, low, _TO_THE_END if high == size else high)
+    args = (op.args[0], dim, low, TO_THE_END if high == size else high)
     return replace(op, args=args if step == 1 else (*args, step), kwargs=())
 
 

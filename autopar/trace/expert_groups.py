@@ -1,4 +1,4 @@
-"""Routers that choose a few groups of experts first, as in DeepSeek-V3: on how many groups a token's experts are.
+"""Routers that choose a few groups of experts first: on how many groups a token's experts are.
 
 The router scores groups of neighboring experts, marks the best ones in a mask, fills the scores of all other experts,
 and takes the best of what is left.  This is followed backwards from the numbers of the chosen experts to the marks; the

@@ -9,7 +9,7 @@ parameters, and ids of tokens are other ones in every batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -127,16 +127,22 @@ def known_values() -> Generator[None]:
 
     def arange(*args: Any, **kwargs: Any) -> Tensor:
         dtype = kwargs.get("dtype") or torch.int64
-        is_plain = kwargs.keys() <= {"dtype", "device"} and all(type(x) is int for x in args)
+        # On device meta torch computes shapes of other ops, next to other tensors of that device.
+        is_plain = kwargs.keys() <= {"dtype", "device"} and all(type(x) is int for x in args) and not _is_meta(kwargs)
         if not is_plain or dtype.is_floating_point or len(range(*args)) > MOST_COMPUTED:
             return plain(*args, **kwargs)
         return plain_tensor(range(*args), dtype=dtype)
 
     def tensor(data: Any, **kwargs: Any) -> Tensor:
-        numbers = cast("list[Any]", data) if isinstance(data, list) and kwargs.keys() <= {"dtype", "device"} else []
+        is_plain = isinstance(data, list) and kwargs.keys() <= {"dtype", "device"} and not _is_meta(kwargs)
+        numbers = cast("list[Any]", data) if is_plain else []
         if numbers and all(isinstance(x, Tensor) and not x.dim() for x in numbers):
             return torch.stack(numbers).to(kwargs.get("dtype") or numbers[0].dtype)
         return plain_tensor(data, **kwargs)
 
     with patch.object(torch, "arange", arange), patch.object(torch, "tensor", tensor):
         yield
+
+
+def _is_meta(kwargs: Mapping[str, Any]) -> bool:
+    return str(kwargs.get("device")) == "meta"

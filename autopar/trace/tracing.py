@@ -18,7 +18,18 @@ from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
 from autopar.step.variants import as_decided
-from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, padding, rewrites
+from autopar.trace import (
+    alike_pieces,
+    broadcasting,
+    cleanup,
+    documents,
+    expert_regions,
+    folding,
+    heads,
+    masks,
+    padding,
+    rewrites,
+)  # fmt: skip
 from autopar.trace.capture import Captured, capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -87,6 +98,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
     padding.join_padding,
+    alike_pieces.batch_alike_pieces,
     cleanup.drop_dead_ops,
     cleanup.join_written_slices,
     expert_regions.join_experts,

@@ -135,7 +135,21 @@ def on_gloo(kind: str) -> list[tuple[float, dict[str, Tensor]]]:
         # Of equal shapes.  Of the first, no rank has a plan; of the second, rank 0 has one.
         with pytest.raises(MeshError, match=r"'image_grid_thw'.* of rank . differs from that of rank"):
             made(**{**BATCHES[0], "image_grid_thw": torch.tensor(grids[rank])})
+    _check_local(kind, mesh, rank)
     return found
+
+
+def _check_local(kind: str, mesh: Any, rank: int) -> None:
+    """Ranks pass their own rows of text, but the sizes of the images of all rows."""
+    batch = batch_of([SMALL, WIDE])
+    rows = slice(2 * rank, 2 * rank + 2)
+    own = {"position_ids": batch["position_ids"][:, rows], **{n: batch[n][rows] for n in ("input_ids", "labels")}}
+    made: Any = autopar.parallelize(
+        small(kind), mesh, batch, profile=False, inputs="local", constraints=["data=2"]
+    )  # fmt: skip
+    assert loss_of(made(**{**batch, **own})).item() == pytest.approx(loss_of(small(kind)(**batch)).item(), rel=1e-6)
+    with pytest.raises(MeshError, match=r"'image_grid_thw'.* of rank . differs from that of rank"):
+        made(**{**batch, **own, "image_grid_thw": torch.tensor([[SMALL, WIDE], [WIDE, SMALL]][rank])})
 
 
 @pytest.mark.slow

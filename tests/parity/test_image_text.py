@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import (
 
 import autopar
 from autopar.data import EncoderRows
-from autopar.errors import LoaderError
+from autopar.errors import InfeasibleError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import call_inputs
@@ -82,6 +83,17 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
             largest = max(float(x.abs().max()) for x in expected.gradients.values())
             for name, x in expected.gradients.items():
                 torch.testing.assert_close(gradients[name], x, rtol=0, atol=1e-9 * largest)
+
+
+def test_more_images_than_fit_are_refused_before_they_are_computed() -> None:
+    skip_before_transformers_5("LLaVA counts what a boolean mask selects")
+    model, example = small_llava(), batch_of([1, 2])
+    traced = autopar.api.trace_model(model, example)
+    plan = forced_plan(traced.program, 2, "data=2")
+    planner = planner_for(model, traced, replace(plan, memory_limit_bytes=2 * plan.peak_memory_bytes), [])
+    more = {**example, "pixel_values": torch.zeros(1024, 3, 4, 4, dtype=torch.float64)}
+    with pytest.raises(InfeasibleError, match=r"a call with .*pixel_values \[1024, 3, 4, 4\].*: no plan fits into"):
+        planner((), more, True)
 
 
 class Captions(Dataset[dict[str, Tensor]]):

@@ -128,11 +128,13 @@ def test_branches_on_tokens_stay_refused() -> None:
     assert "'ids'" not in str(caught.value)
 
 
-def test_local_inputs_are_refused() -> None:
+def test_local_inputs_with_values_of_rows_are_refused() -> None:
     traced = trace(Pieces(), (), inputs_of(SIZES))
-    assert check_read_values(traced, is_local=False) is traced
+    assert check_read_values(traced, is_local=True) is traced  # sizes of three images for four rows
+    of_rows = trace(Pieces(), (), inputs_of(torch.tensor([2, 4, 2, 1])))
+    assert check_read_values(of_rows, is_local=False) is of_rows
     with pytest.raises(TraceError, match=r"reads the values of \['sizes'\].*leave inputs='local' out"):
-        check_read_values(traced, is_local=True)
+        check_read_values(of_rows, is_local=True)
 
 
 def on_two_ranks(act: Any) -> list[Any]:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputShapeError, LossError
+from autopar.errors import InputShapeError, LossError, MeshError
 from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
@@ -34,6 +35,7 @@ __all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall"]
 
 _LOGGER = logging.getLogger("autopar")
 _TEXT_BYTES = 400
+_NO_VALUES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class OpenedCall(Protocol):
@@ -49,16 +51,17 @@ class OpenedCall(Protocol):
         ...
 
 
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 OpenCall = Callable[[Sequence[Any], Mapping[str, Any]], OpenedCall]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LocalRows:
-    """A call of this rank: its tensors, those of them that hold rows of this rank, and how many."""
+    """A call of this rank: its tensors, the dim of rows of those of them that hold rows of this rank, and how many."""
 
     call: OpenedCall
-    local: frozenset[str]
+    local: Mapping[str, int]
     rows: int
 
     def form(self) -> str:
@@ -70,7 +73,7 @@ class LocalRows:
         """Of each row: dim 1 of the first input that has rows and another dim; of one without rows what they would
         have, ``(0,)`` without such an input.  A jagged tensor has rows of several lengths.
         """
-        x = next((x for name, x in self.call.named.items() if name in self.local and x.dim() > 1), None)
+        x = next((x for name, x in self.call.named.items() if self.local.get(name) == 0 and x.dim() > 1), None)
         if x is not None and x.is_nested:
             return tuple(len(row) for row in x.unbind())
         return (0 if x is None else x.shape[1],) * max(1, self.rows)
@@ -87,7 +90,8 @@ class LocalRows:
 
     def row(self, number: int) -> Call:
         """The call with one of the rows."""
-        tensors = (_row_of(x, number) if name in self.local else x for name, x in self.call.named.items())
+        dims = self.local
+        tensors = (_row_of(x, number, dims[name]) if name in dims else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
@@ -95,13 +99,26 @@ class LocalRows:
         if name in self.local and x.is_nested:
             sizes = ["rows", "tokens", *x.shape[2:]]
         elif name in self.local:
-            sizes = ["rows", *("tokens" if size == tokens else size for size in x.shape[1:])]
+            dim = self.local[name]
+            others = ("tokens" if size == tokens else size for size in x.shape[dim + 1 :])
+            sizes = [*x.shape[:dim], "rows", *others]
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
 
 
-def _row_of(x: Tensor, number: int) -> Tensor:
-    """``[1, tokens, ...]``: one of the rows."""
-    return x.unbind()[number][None] if x.is_nested else x[number : number + 1]
+def _row_of(x: Tensor, number: int, dim: int) -> Tensor:
+    """``[1, tokens, ...]``: one of the rows, which are along `dim`."""
+    return x.unbind()[number][None] if x.is_nested else x.narrow(dim, number, 1)
+
+
+def _row_dims(forms: Mapping[str, Form], rows: int) -> dict[str, int]:
+    """Where the rows of a batch of so many are in inputs of these forms: dim 0 where it has their number, or dim 1 of
+    ``[..., rows, tokens]``, as in positions of several kinds, next to a first ``[rows, tokens]``; -1: nowhere.
+    """
+    first = next((shape[:2] for shape, _ in forms.values() if shape[:1] == (rows,) and len(shape) > 1), ())
+    return {
+        name: 0 if shape[:1] == (rows,) else 1 if len(shape) == 3 and shape[1:] == first else -1
+        for name, (shape, _) in forms.items()
+    }
 
 
 class CallInputs:
@@ -111,6 +128,7 @@ class CallInputs:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
         example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
+        read_values: inputs whose values forward reads in Python, with those of the example.
     """
 
     def __init__(
@@ -120,16 +138,17 @@ class CallInputs:
         split: DataSplit,
         example: Call | None = None,
         rows: int = 0,
+        read_values: Mapping[str, Sequence[int]] = _NO_VALUES,
     ) -> None:
         """`example` is a call with a whole batch of that many `rows`, where inputs are local; None: they are not."""
         self._open_call = open_call
         self._communicator = communicator
         self._split = split
         self.is_local = example is not None
-        self.example_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if example is not None:
-            self.example_forms = {name: (tuple(x.shape), x.dtype) for name, x in open_call(*example).named.items()}
-        self._has_rows = {name: shape[:1] == (rows,) for name, (shape, _) in self.example_forms.items()}
+        named: Mapping[str, Tensor] = {} if example is None else open_call(*example).named
+        self.example_forms: dict[str, Form] = {name: (tuple(x.shape), x.dtype) for name, x in named.items()}
+        self.read_values = read_values
+        self._row_dims = _row_dims(self.example_forms, rows)
         self._has_compared = False
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
@@ -209,18 +228,20 @@ class CallInputs:
         """A call of this rank taken apart; raises InputShapeError if its inputs don't fit together."""
         call = self._open_call(args, kwargs)
         plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
-        rows = next((len(x) for name, x in plain.items() if self._has_rows.get(name)), -1)
-        local = {name: x for name, x in plain.items() if self._has_rows.get(name, len(x) == rows)}
-        for name, x in local.items():
-            if len(x) != rows:
+        rows = next((len(x) for name, x in plain.items() if self._row_dims.get(name) == 0), -1)
+        dims = {name: self._row_dims.get(name, 0 if len(x) == rows else -1) for name, x in plain.items()}
+        local = {name: dim for name, dim in dims.items() if 0 <= dim < plain[name].dim()}
+        for name, dim in local.items():
+            if plain[name].shape[dim] != rows:
                 first = next(iter(local))
                 raise InputShapeError(
                     f"with inputs='local' every rank passes its own rows of {list(local)}, whose first dim in the "
-                    f"example is the batch's, but {name!r} has {len(x)} rows and {first!r} has {rows}. Pass equally "
-                    "many rows of all of them; where the size of another dim only happens to be the batch size, make "
-                    "the example with another batch size"
+                    f"example is the batch's (or the dim before that of tokens), but {name!r} has "
+                    f"{plain[name].shape[dim]} rows and {first!r} has {rows}. Pass equally many rows of all of them; "
+                    "where the size of another dim only happens to be the batch size, make the example with another "
+                    "batch size"
                 )
-        return LocalRows(call, frozenset(local), rows)
+        return LocalRows(call, local, rows)
 
     def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
         opened = self.open(args, kwargs)
@@ -241,11 +262,12 @@ class CallInputs:
             if isinstance(x, DTensor):
                 own = dtensor_spans(x, self._communicator.world_size) if holds else ()
                 tensors.append(ShardedRows.of_rows(x.to_local(), own, self._gather_of(x)) if own else x.full_tensor())
-            elif name in opened.local and holds and self._split.size > 1:
+            elif opened.local.get(name) == 0 and holds and self._split.size > 1:
                 gather = partial(self._gather, counts=counts)
                 tensors.append(ShardedRows.of_rows(x.to(self._communicator.device), spans, gather))
             else:
-                tensors.append(self._gather(x.to(self._communicator.device), counts) if name in opened.local else x)
+                dim = opened.local.get(name, -1)
+                tensors.append(x if dim < 0 else self._gather_along(dim, x.to(self._communicator.device), counts))
         return opened.call.call_with(tensors)
 
     def _gather_of(self, x: DTensor) -> Callable[[Tensor], Tensor]:
@@ -268,11 +290,14 @@ class CallInputs:
     def _compare(self, opened: LocalRows) -> list[int]:
         """How many rows each data rank passes."""
         talk, split, form = self._communicator, self._split, opened.form()
-        known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened)))
-        if any(crc != known[0][0] for crc, _, _ in known):
+        read = [zlib.crc32(repr(x.tolist()).encode()) for x in self._read(opened).values()]
+        known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened), *read))
+        if any(crc != known[0][0] for crc, *_ in known):
             self._raise_unlike(form)
+        for rank, (_, _, _, *values) in enumerate(known):
+            self._check_read(opened, rank, [one == other for one, other in zip(values, known[0][3:], strict=True)])
         counts: dict[int, tuple[int, int]] = {}
-        for rank, (_, rows, _) in enumerate(known):
+        for rank, (_, rows, *_) in enumerate(known):
             first, expected = counts.setdefault(split.rank_of(rank), (rank, rows))
             if rows != expected:
                 raise InputShapeError(
@@ -281,12 +306,27 @@ class CallInputs:
                 )
         if not self._has_compared:
             self._has_compared = True
-            if split.size > 1 and len({content for _, _, content in known}) == 1:
+            if split.size > 1 and len({content for _, _, content, *_ in known}) == 1:
                 _LOGGER.warning(
                     "with inputs='local' all %d data ranks passed the same %d rows, which count %d times: pass each "
                     "its own, by model.data_rank", split.size, opened.rows, split.size,
                 )  # fmt: skip
         return [rows for _, (_, rows) in sorted(counts.items())]
+
+    def _read(self, opened: LocalRows) -> dict[str, Any]:
+        """The inputs whose values forward reads in Python."""
+        named = opened.call.named
+        return {name: named[name] for name in self.read_values if name in named and name not in opened.local}
+
+    def _check_read(self, opened: LocalRows, rank: int, are_equal: Sequence[bool]) -> None:
+        for name, is_equal in zip(self._read(opened), are_equal, strict=True):
+            if not is_equal:
+                raise MeshError(
+                    f"input {name!r} of rank {rank} differs from that of rank 0 (on rank {self.rank}: "
+                    f"{self._read(opened)[name].tolist()}): forward reads its values in Python, so all ranks pass "
+                    "those of the whole batch, also with inputs='local', as autopar.balanced(..., "
+                    "encoder=EncoderRows(..., grids=)) does"
+                )
 
     def _content(self, opened: LocalRows) -> int:
         """Something that tells different rows apart, in the first call only: reading it waits for the device."""
@@ -303,6 +343,14 @@ class CallInputs:
         raise InputShapeError(
             f"ranks passed inputs of different forms: rank 0 {forms[0]}; rank {rank} {forms[rank]}. All but the "
             "number of rows must be alike: pad what has other lengths to one that all ranks share"
+        )
+
+    def _gather_along(self, dim: int, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The same with rows along `dim`."""
+        return (
+            self._gather(x.movedim(dim, 0).contiguous(), counts).movedim(0, dim).contiguous()
+            if dim
+            else (self._gather(x, counts))
         )
 
     def _gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,0 +1,53 @@
+"""Attention in pieces that repeat is attention on a batch of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.trace import trace
+from autopar.trace.masks import ATTENTION
+from tests.trace.interpreter import interpret
+
+_attend: Any = functional.scaled_dot_product_attention
+
+
+class Pieces(nn.Module):
+    """Attends within pieces of the tokens of one row."""
+
+    def __init__(self, sizes: tuple[int, ...], swaps: bool, reads: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 18)
+        self.sizes, self.swaps, self.reads = sizes, swaps, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        wholes = self.linear(x).view(-1, 3, 2, 3).permute(1, 2, 0, 3)[:, None].unbind(0)
+        cut = [whole.split(self.sizes, dim=2) for whole in wholes]
+        made = [_attend(*each, is_causal=True, scale=0.5) for each in zip(*cut, strict=True)]
+        more = made[0].sum() if self.reads else 0.0
+        made = [each.transpose(1, 2) for each in made] if self.swaps else made
+        return torch.cat(made, 1 if self.swaps else 2).square().sum() + more
+
+
+@pytest.mark.parametrize(
+    ("sizes", "swaps", "reads", "num_attention"),
+    [
+        ((4, 4, 4), True, False, 1),
+        ((4, 4, 4), False, False, 1),
+        ((2, 4, 2, 4, 2, 4), True, False, 2),
+        ((4, 4, 2), True, False, 3),
+        ((4, 4, 4), True, True, 3),  # a result is read by itself
+    ],
+)
+def test_pieces_that_repeat_are_a_batch(sizes: tuple[int, ...], swaps: bool, reads: bool, num_attention: int) -> None:
+    torch.manual_seed(0)
+    model, x = Pieces(sizes, swaps, reads), torch.randn(sum(sizes), 6)
+    traced = trace(model, (x,), {})
+    targets = [op.target for layer in traced.program.layers for op in layer.ops]
+    assert targets.count(ATTENTION) == num_attention
+    (found,), _ = interpret(traced, model, [x])
+    torch.testing.assert_close(found, model(x))
