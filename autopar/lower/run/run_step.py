@@ -75,7 +75,7 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     gradients = step.gradients()
     if executor.stages.is_pipeline:
         sum_over_groups(step, gradients)
-    gradients = step.stored_gradients(gradients)
+    gradients = _with_others(step, step.stored_gradients(gradients))
     sources = _sources(step)
     # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
     is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
@@ -114,7 +114,15 @@ def _run_with_tail(step: StepRunner) -> dict[str, Tensor]:
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:
     """What the caller may want a gradient of, by name: inputs of the program and parameters."""
-    return {**step.values.differentiable_inputs, **step.trained}
+    return {**step.values.differentiable_inputs, **step.trained, **step.trained_elsewhere}
+
+
+def _with_others(step: StepRunner, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """These, and gradients without elements of what gets its gradient on other ranks in this step."""
+    program = step.executor.executable.program
+    reached = {program.parameters[x] for x in step.values.differentiated if x in program.parameters}
+    others = {name: p for name, p in step.trained_elsewhere.items() if name in reached}
+    return gradients | {name: torch.zeros_like(p, requires_grad=False) for name, p in others.items()}
 
 
 def spreading(executor: Executor) -> Callable[[Gradients], None] | None:
@@ -226,7 +234,7 @@ class _BackwardHalf:
         gradients = step.gradients()
         if is_pipeline:
             sum_over_groups(step, gradients)
-        gradients = step.stored_gradients(gradients)
+        gradients = _with_others(step, step.stored_gradients(gradients))
         ordered = [gradients.get(name) for name in self.sources]
         spread = spreading(executor)
         if spread is not None:
