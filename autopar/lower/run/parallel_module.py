@@ -125,7 +125,9 @@ class ParallelModule(ModuleInspection):
         if stages.is_pipeline:
             save_own_parts(self)
         carry_attributes(module, self)
-        self._attributes = Attributes.of(self)
+        # With stages a program sends gradients to what was trained when it was made; without, to what is trained now.
+        frozen = executable.program.frozen if stages.is_pipeline and planner is not None else ()
+        self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
 
     def _bind(

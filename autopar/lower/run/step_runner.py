@@ -63,8 +63,7 @@ def trained_elsewhere(executor: Executor) -> dict[str, nn.Parameter]:
 
 
 def _check_trained(program: Program, trained: Set[str]) -> None:
-    frozen = {name for value, name in program.parameters.items() if not program.values[value].requires_grad}
-    thawed = sorted(trained & frozen) if program.training else []
+    thawed = sorted(trained & set(program.frozen)) if program.training else []
     if thawed:
         raise PlanMismatchError(
             f"parameter {thawed[0]!r} requires a gradient, but was frozen when the model was parallelized, and the "
