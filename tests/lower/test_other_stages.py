@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from tests.end_to_end.harness import launch, whole_mesh
+from tests.lower.test_whole_matrices import Lamb
 
 pytestmark = pytest.mark.slow
 
@@ -98,10 +99,9 @@ def check_writes() -> None:
 
 
 def check_optimizers(expected: list[list[float]]) -> None:
-    """Steps that depend on all parameters, also of other stages."""
-    assert_losses = partial(torch.testing.assert_close, rtol=1e-9, atol=0)
-    for step_with, losses in zip((lbfgs, normalized), expected, strict=True):
-        assert_losses(step_with(on_stages), losses)
+    """Steps that depend on all parameters, also of other stages, and which parameters are trained."""
+    for train_model, losses in zip(LOOPS, expected, strict=True):
+        torch.testing.assert_close(train_model(on_stages), losses, rtol=1e-9, atol=0)
 
 
 class Normalized(torch.optim.Optimizer):
@@ -119,14 +119,51 @@ class Normalized(torch.optim.Optimizer):
 
 
 def normalized(prepare: Any) -> list[float]:
+    return trained_by(Normalized, prepare)
+
+
+def trained_by(kind: Any, prepare: Any) -> list[float]:
     model, x, y = made(prepare)
-    optimizer, losses = Normalized(model.parameters()), list[float]()
+    optimizer, losses = kind(model.parameters()), list[float]()
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(x=x, y=y)
         loss.backward()
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+def lamb(prepare: Any) -> list[float]:
+    """Each parameter by itself, but whole."""
+    return trained_by(Lamb, prepare)
+
+
+def unfrozen(prepare: Any) -> list[float]:
+    """More and more is trained, and less in the end."""
+
+    def freeze(model: Any) -> Any:
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        return model
+
+    def frozen(model: Any, example: Any) -> Any:
+        return prepare(freeze(model), example)
+
+    model, x, y = made(frozen)
+    optimizer, losses = torch.optim.AdamW(model.head.parameters(), 1e-2, eps=1e-5), list[float]()
+    for number in range(4):
+        if number in (1, 2):
+            part = model.backbone[3] if number == 1 else model.embed
+            part.requires_grad_(True)
+            optimizer.add_param_group({"params": part.parameters()})
+        if number == 3:
+            model.embed.requires_grad_(False)
+        optimizer.zero_grad()
+        loss = model(x=x, y=y)
+        loss.backward()
+        losses += [clip_grad_norm_(model.parameters(), 1.0).item(), loss.item()]
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
     return losses
 
 
@@ -154,6 +191,10 @@ def keep(model: nn.Module, _: object) -> nn.Module:
     return model
 
 
+LOOPS = (lbfgs, normalized, lamb, unfrozen)
+
+
 def test_parts_of_a_model() -> None:
     _, expected = train(keep)
-    launch(2, partial(check_parts, expected), check_writes, partial(check_optimizers, [lbfgs(keep), normalized(keep)]))
+    of_loops = [train_model(keep) for train_model in LOOPS]
+    launch(2, partial(check_parts, expected), check_writes, partial(check_optimizers, of_loops))

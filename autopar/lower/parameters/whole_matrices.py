@@ -22,11 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.dtensor_functions import begin_step, end_step
+from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.known_meshes import read_whole, stages_of
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
@@ -142,6 +144,21 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     if not any(isinstance(p, DTensor) for p in every):
         return  # without a look at each module's parameters: trials make dozens of such steps
     is_joint = _is_joint(optimizer, has_closure=has_closure)
+    swaps = _find_swaps(optimizer, has_closure=has_closure, is_joint=is_joint)
+    for swap in swaps:
+        swap.params[swap.place] = swap.whole
+        _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
+    _SWAPS[optimizer] = swaps
+    if not is_joint:
+        begin_step(every, is_native=False)
+
+
+def _find_swaps(optimizer: Optimizer, *, has_closure: bool, is_joint: bool) -> list[_Swap]:
+    """The parameters that take part whole.
+
+    Raises:
+        OptimizerError: a closure would run the model on parts that take no part in the step.
+    """
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())
@@ -150,18 +167,20 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             slices = shared.get(id(parameter))
             if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
                 continue
-            if has_closure or (is_elsewhere(parameter) and not is_joint):
-                continue  # a closure runs the model on its own parameters: functions of these are right, only slower
+            if is_elsewhere(parameter) and not is_joint:
+                continue
+            if has_closure and is_known_dtensor(parameter):
+                continue  # it runs the model on its own parameters: functions of these are right, only slower
+            if has_closure:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
+                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure"
+                )
             slices = replace(slices, is_joint=is_joint)
             whole = nn.Parameter(slices.whole(parameter))
             whole.grad = slices.whole(parameter.grad)
             swaps.append(_Swap(group["params"], place, parameter, whole, slices))
-    for swap in swaps:
-        swap.params[swap.place] = swap.whole
-        _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
-    _SWAPS[optimizer] = swaps
-    if not is_joint:
-        begin_step(every, is_native=False)
+    return swaps
 
 
 def _is_joint(optimizer: Optimizer, *, has_closure: bool) -> bool:
