@@ -21,6 +21,9 @@ __all__ = ["norm_order", "norms", "stays_in_parts"]
 
 _torch: Any = torch  # the annotations of its norms are incomplete
 _tensor: Any = Tensor
+_VIEWS = frozenset(
+    getter.__get__ for getter in (_tensor.T, _tensor.mT, _tensor.H, _tensor.mH, _tensor.real, _tensor.imag)
+)
 _NORMS = (foreach_norm, _torch.linalg.vector_norm, _torch.norm, _torch.Tensor.norm)
 _COPIES = frozenset({
     "clone", "detach", "to", "float", "double", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "alias",
@@ -30,8 +33,10 @@ _COPIES = frozenset({
 
 
 def stays_in_parts(call: FunctionCall) -> bool:
-    """Whether each entry of the result follows from the same entries of the arguments, which lie alike."""
-    if call.name in _COPIES or call.function == _tensor.data.__get__:
+    """Whether each entry of the result follows from the same entries of the arguments, which lie alike, or it is a
+    property that has nothing to do with entries.
+    """
+    if call.name in _COPIES or (call.name in ("__get__", "__set__") and call.function not in _VIEWS):
         return True
     is_of_lists = call.name.startswith("_foreach_") and "max" not in call.name and "norm" not in call.name
     return (is_of_lists or is_by_element(call.name)) and are_alike(call)

@@ -135,12 +135,12 @@ def watch_steps() -> None:
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     fit_loaded_state(optimizer)
     has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
-    every = [p for group in optimizer.param_groups for p in group["params"]]
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
         if not has_closure:
-            begin_step(every, is_native=type(optimizer).__name__ not in _BY_MASKS)
+            begin_step(_parameters_of(optimizer), is_native=type(optimizer).__name__ not in _BY_MASKS)
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
+    every = _parameters_of(optimizer)
     if not any(isinstance(p, DTensor) for p in every):
         return  # without a look at each module's parameters: trials make dozens of such steps
     is_joint = _is_joint(optimizer, has_closure=has_closure)
@@ -151,6 +151,10 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _SWAPS[optimizer] = swaps
     if not is_joint:
         begin_step(every, is_native=False)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _find_swaps(optimizer: Optimizer, *, has_closure: bool, is_joint: bool) -> list[_Swap]:
