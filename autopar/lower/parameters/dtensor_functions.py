@@ -31,7 +31,14 @@ from autopar.lower.compat import functions_by, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import copy_deeply, is_write, set_data, set_grad, write, write_out
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
-from autopar.lower.parameters.known_meshes import has_local_inputs, is_known, read_whole, set_apart, stages_of
+from autopar.lower.parameters.known_meshes import (
+    has_local_inputs,
+    is_known,
+    read_whole,
+    set_apart,
+    share_largest,
+    stages_of,
+)
 from autopar.lower.parameters.optimizer_state import refuse_file
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
@@ -235,6 +242,13 @@ def _gradients(call: FunctionCall) -> Any:
     return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
 
 
+def _unscale(call: FunctionCall) -> Any:
+    """What gradient scalers call: an overflow in the gradients of one pipeline stage is one on all ranks."""
+    result = write(call)
+    share_largest(call.known[0], call.args[1])
+    return result
+
+
 _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.data.__set__: set_data,
     _SET_GRAD: set_grad,
@@ -243,4 +257,5 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.__deepcopy__: copy_deeply,
     _tensor.backward: _backward,
     _torch.autograd.grad: _gradients,
+    _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

@@ -26,7 +26,7 @@ from autopar.lower.parameters.other_stages import StageTensors, is_elsewhere
 
 __all__ = [
     "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "placements_of",
-    "read_whole", "set_apart", "share_whole", "stage_norms", "stages_of",
+    "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stages_of",
 ]  # fmt: skip
 
 
@@ -136,6 +136,14 @@ def stage_norms(tensors: Sequence[DTensor], order: float) -> list[Tensor]:
     assert stages is not None
     with _reading(_calls(tensors[0]), f"norms of {len(tensors)} parameters or gradients"), torch.no_grad():
         return stages.norms(tensors, order)
+
+
+def share_largest(like: DTensor, x: Tensor) -> None:
+    """Give `x`, a plain tensor, its largest values on all pipeline stages; every rank calls it."""
+    stages = stages_of(like)
+    if stages is not None:
+        with _reading(_calls(like), "what the stages found"), torch.no_grad():
+            x.copy_(stages.largest(x))
 
 
 @contextmanager

@@ -65,6 +65,10 @@ class StageTensors:
             whole = apply_forward(local_part_of(x).to(talk.device), steps, talk).contiguous()
         return talk.broadcast(whole, self.axis, -int(owner))
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Entry by entry, the largest of the plain tensors that the stages have."""
+        return self.communicator.all_reduce(x.to(self.communicator.device), self.axis, "max")
+
     def norms(self, tensors: Sequence[DTensor], order: float) -> list[Tensor]:
         """The p-norm of each whole tensor, p being `order`, which is positive, as plain scalars."""
         is_largest = math.isinf(order)
