@@ -55,7 +55,7 @@ class FunctionCall:
         DTensors on several meshes.
         """
         mesh = self.known[0].device_mesh
-        if any(isinstance(x, DTensor) and x.device_mesh is not mesh for x in self.tensors):
+        if any(isinstance(x, DTensor) and x.device_mesh != mesh for x in self.tensors):
             return True
         return len(self.known) < len(self.tensors) and any(_is_plain(x) for x in self.tensors)
 
