@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,6 @@ class ModuleState(nn.Module):
         named = super().named_parameters()
         gradients = [(name, p.grad) for name, p in named if p.grad is not None and not is_elsewhere(p)]
         return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
-
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
