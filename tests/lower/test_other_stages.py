@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import autopar
+from autopar.errors import RankError
 from tests.end_to_end.harness import launch, whole_mesh
 from tests.lower.test_whole_matrices import Lamb
 
@@ -191,10 +193,24 @@ def keep(model: nn.Module, _: object) -> nn.Module:
     return model
 
 
+def check_one_rank() -> None:
+    """What only one rank reads is an error on all."""
+    model, x, y = made(on_stages)
+    model(x=x, y=y).backward()
+
+    def call() -> None:
+        if dist.get_rank() == 0:
+            model.head.weight.sum().item()
+        model(x=x, y=y)
+
+    with pytest.raises(RankError, match="reading a parameter or gradient"):
+        call()
+
+
 LOOPS = (lbfgs, normalized, lamb, unfrozen)
 
 
 def test_parts_of_a_model() -> None:
     _, expected = train(keep)
     of_loops = [train_model(keep) for train_model in LOOPS]
-    launch(2, partial(check_parts, expected), check_writes, partial(check_optimizers, of_loops))
+    launch(2, partial(check_parts, expected), check_writes, partial(check_optimizers, of_loops), check_one_rank)
