@@ -9,7 +9,6 @@ __all__ = [
     "CompilerError",
     "ConstraintError",
     "ExampleInputsError",
-    "GradientNormError",
     "HostMemoryError",
     "InfeasibleError",
     "InputShapeError",
@@ -30,7 +29,6 @@ __all__ = [
     "QuestionError",
     "RankError",
     "RuleError",
-    "StageError",
     "SubmoduleError",
     "TraceError",
     "TrainerError",
@@ -64,10 +62,6 @@ class OutputError(AutoparError):
 
 class OptimizerError(AutoparError):
     """An optimizer was made before `autopar.parallelize`, with parameters that the parallel module doesn't train."""
-
-
-class GradientNormError(AutoparError):
-    """A function of `torch.nn.utils` was called for only some gradients of a model with pipeline stages."""
 
 
 class PipelineError(AutoparError):
@@ -154,10 +148,6 @@ class SubmoduleError(AutoparError):
 
 class MissingPriceError(AutoparError):
     """An op, dtype or collective has no price on this cluster."""
-
-
-class StageError(AutoparError):
-    """A parameter of another pipeline stage, which this rank doesn't have, was read or changed."""
 
 
 class VerificationError(AutoparError):

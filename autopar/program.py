@@ -383,6 +383,12 @@ class Program:
         return sum(value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad)
 
     @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """The names in the module of the parameters that no gradient flows into."""
+        named = ((name, self.values[value]) for value, name in self.parameters.items())
+        return tuple(name for name, value in named if value.role == "parameter" and not value.requires_grad)
+
+    @cached_property
     def batch_size(self) -> int:
         """The number of rows of the global batch, from the first input that has rows."""
         shapes = (self.type_of(name).shape for name in self.inputs)

@@ -136,12 +136,16 @@ def _role(example: Any, source: str) -> str:
         return "number"
     if isinstance(example, nn.Parameter):
         return "parameter"
-    return "buffer" if "._buffers[" in source else "input"
+    return "buffer" if re.search(r"_buffers(?:'\])?\[", source) else "input"
+
+
+# Dynamo reads the tables of modules with a `__getattr__` of their own, such as peft's, from their `__dict__`.
+_TABLES = r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)\b(?:'\])?"
 
 
 def readable_name(source: str) -> str:
     """``transformer.h.0.weight`` for ``L['self']._modules['transformer']._modules['h']...``; "" for nothing."""
-    text = re.sub(r"\._(?:modules|parameters|buffers)\b", "", source)
+    text = re.sub(_TABLES, "", source)
     text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
     text = re.sub(r"^[LG]\.(self(\.|$))?", "", text)
     return re.sub(r"[^\w.]", "_", text).strip(".")

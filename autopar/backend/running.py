@@ -120,4 +120,4 @@ def _store(planned: PlannedGraph, options: Options, session: Session) -> Paramet
         for name, parameter in planned.module.named_parameters()
     }
     mesh = session.fine_mesh(options) if options.shard else session.mesh
-    return ParameterStore(sizes, mesh, planned.module, stored, {name: name for name in stored})
+    return ParameterStore(sizes, mesh, mesh, planned.module, stored, {name: name for name in stored})

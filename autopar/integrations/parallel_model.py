@@ -119,9 +119,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
                 "make it of model.parameters() of the one model that is prepared with it"
             )
-        group["params"] = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
-    if not any(group["params"] for group in optimizer.param_groups):  # a stage in which nothing trains
-        optimizer.param_groups[0]["params"] = list(parallel.parameters())
+        group["params"] = [own[names[id(p)]] for p in group["params"]]
 
 
 def share_draws() -> None:
@@ -163,7 +161,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], StateDictOptions]:
     """The optimizer's state, and how it was read: with an entry for each parameter, settings of its group included, as
-    with pipeline stages a rank's optimizer has its own parameters only.
+    with pipeline stages a rank's optimizer has states of its own parameters only.
 
     torch flattens states of tensors and numbers; others are nested.
     """

@@ -34,6 +34,7 @@ __all__ = [
     "dtensor_like",
     "foreach_norm",
     "from_torch_placement",
+    "full_tensor_by",
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all",
@@ -54,6 +55,7 @@ __all__ = [
     "native_functions",
     "not_compiled",
     "register_container",
+    "renamed_mesh",
     "scale_in_place",
     "set_local_tensor",
     "split_graph",
@@ -91,6 +93,15 @@ def make_mesh(sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *,
         return DeviceMesh.from_group(groups[0], device_type)
     names = tuple(f"axis_{dim}" for dim in range(layout.ndim))
     return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
+
+
+def renamed_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of the same ranks and process groups that is not equal to `mesh`, as its axes are called `name`."""
+    made: Any = object.__new__(DeviceMesh)
+    made.__dict__ |= mesh.__dict__
+    made._mesh_dim_names = tuple(f"{name}_{dim}" for dim in range(mesh.ndim))
+    made._hash = None
+    return made
 
 
 def _members(layout: Tensor, dim: int) -> list[int]:
@@ -358,6 +369,20 @@ def item_by(read: Callable[[DTensor], Tensor]) -> None:
 
     untyped: Any = DTensor
     untyped._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+_own_full_tensor: Any = DTensor.full_tensor
+
+
+def full_tensor_by(read: Callable[[DTensor], Tensor | None]) -> None:
+    """From now on ``full_tensor()`` of a DTensor is what `read` gives, or torch's own where that is None."""
+
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+        whole = read(self)
+        return _own_full_tensor(self, *args, **kwargs) if whole is None else whole
+
+    untyped: Any = DTensor
+    untyped.full_tensor = full_tensor
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

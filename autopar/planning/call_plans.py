@@ -24,7 +24,7 @@ from autopar.errors import (
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
-from autopar.lower.run.attributes import Settings
+from autopar.lower.run.attributes import THAWED, Settings
 from autopar.lower.run.call_executors import MOST_FORMS
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
@@ -292,19 +292,29 @@ class CallPlanner:
 
     def _set(self, settings: Settings, is_training: bool) -> None:
         """Have the twin's attributes be the model's, which is in training mode or not."""
-        for path, name, _ in self._settings:
-            attributes_of(self._twin, path)[name] = self._before[path, name]
+        for path, name, value in self._settings:
+            if name == THAWED:
+                self._set_trained(value, is_trained=False)
+            else:
+                attributes_of(self._twin, path)[name] = self._before[path, name]
         for module, own in self._modes:  # a norm may be frozen in a model that trains
             module.training = own if is_training == self._modes[0][1] else is_training
         for path, name, value in settings:
+            if name == THAWED:
+                self._set_trained(value, is_trained=True)
+                continue
             own = attributes_of(self._twin, path)
             self._before.setdefault((path, name), own.get(name))
             own[name] = value
         self._settings = settings
 
+    def _set_trained(self, names: Sequence[str], *, is_trained: bool) -> None:
+        for name in names:
+            self._twin.get_parameter(name).requires_grad_(is_trained)
+
     def _read(self, settings: Settings) -> Settings:
         """Those that some program was made with."""
-        return tuple(entry for entry in settings if entry[:2] in self._reads)
+        return tuple(entry for entry in settings if entry[:2] in self._reads or entry[1] == THAWED)
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:

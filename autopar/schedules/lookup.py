@@ -74,14 +74,17 @@ def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microb
     return f"{schedule} {problem}" if problem else ""
 
 
-def simplest_schedule(schedule: str, num_groups: int, num_stages: int) -> str:
+def simplest_schedule(schedule: str, num_groups: int, num_stages: int, *, has_loss: bool = True) -> str:
     """The simplest schedule that runs the stages of `schedule` on the same device groups in a single microbatch.
 
-    It doesn't split backwards if a schedule without that exists.  If no schedule fits, it is `schedule` itself.
+    It doesn't split backwards if a schedule without that exists, and without a loss in the program begins them behind
+    all forwards.  If no schedule fits, it is `schedule` itself.
     """
     is_v_shaped = find_schedule(schedule).is_v_shaped
     records = [record for record in _records.values() if record.is_v_shaped == is_v_shaped]
     legal = [record for record in records if not schedule_problem(record.name, num_groups, num_stages, 1)]
+    if not has_loss:
+        legal = [record for record in legal if record.forwards_first]
     return min(legal, key=lambda record: record.splits_backward).name if legal else schedule
 
 

@@ -112,7 +112,8 @@ def _stage_demands(
 ) -> tuple[str, ...]:
     """The constraints that give a plan the stages of `trained`."""
     is_training = request.training.is_training
-    schedule = simplest_schedule(trained.schedule, trained.num_groups, len(trained.stages))
+    has_loss = bool(program.loss) or not is_training
+    schedule = simplest_schedule(trained.schedule, trained.num_groups, len(trained.stages), has_loss=has_loss)
     return (
         *stage_constraints(program, trained_program, trained),
         f"schedule={schedule}",

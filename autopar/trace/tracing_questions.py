@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,8 @@ class UndecidedMaskError(TraceError):
 
 @contextmanager
 def answered_as_called(report: Callable[[], None]) -> Generator[None]:
-    """Inside, ``torch.compiler.is_compiling()`` and ``is_exporting()`` say False to all but torch's own code.
+    """Inside, ``torch.compiler.is_compiling()`` and ``is_exporting()`` say False to all but torch's own code, also
+    where modules have imported them by name.
 
     `report` is called when they do so under torch.export.
     """
@@ -49,8 +51,11 @@ def answered_as_called(report: Callable[[], None]) -> Generator[None]:
 
     checks: Any = sys.modules.get("transformers.utils.import_utils")
     with ExitStack() as patches:
-        for name in ("is_compiling", "is_exporting"):
-            patches.enter_context(patch.object(torch.compiler, name, asked(getattr(torch.compiler, name))))
+        answers = {function: asked(function) for function in (torch.compiler.is_compiling, torch.compiler.is_exporting)}
+        for module in list(sys.modules.values()):
+            members = getattr(module, "__dict__", {})  # None is no module, but may be there
+            for name, x in [(name, x) for name, x in members.items() if type(x) is FunctionType and x in answers]:
+                patches.enter_context(patch.object(module, name, answers[x]))
         if hasattr(checks, "is_tracing"):  # as `torch_compilable_check` calls it: values are not checked
             patches.enter_context(patch.object(checks, "is_tracing", _is_tracing))
         patches.enter_context(_unused_masks())

@@ -22,6 +22,7 @@ from autopar.lower.autograd import run_backward
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import dtensor_like, leaves_of, local_part_of, local_tensor, make_mesh, map_leaves
+from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
@@ -239,8 +240,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _filled(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that have elements: a rank with nothing to train has an empty one, for the user's optimizer."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.numel())
+    """The parameters that this rank has parts of."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if not is_elsewhere(parameter))
 
 
 def loss_of(output: Any) -> Tensor:

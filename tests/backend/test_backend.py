@@ -366,6 +366,7 @@ def test_wrong_options_say_what_to_type(options: Any, mode: str, said: str) -> N
         ("L['self'].transformer.h.0", "transformer.h.0"),
         ("L['self']", ""),
         ("G['model']._modules['up']._buffers['scale']", "model.up.scale"),
+        ("L['self'].__dict__['_modules']['base']._modules['0'].__dict__['_buffers']['scale']", "base.0.scale"),
         ("L['input_ids']", "input_ids"),
         ("L['inputs'][0]", "inputs.0"),
     ],

@@ -1,4 +1,4 @@
-"""What a script does with parameters of other pipeline stages works as on one device, or says where they are."""
+"""What a script does with parameters of other pipeline stages works as on one device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import autopar
-from autopar.errors import GradientNormError, StageError
+from autopar.errors import RankError
 from tests.end_to_end.harness import launch, whole_mesh
+from tests.lower.test_whole_matrices import Lamb
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +43,7 @@ class Net(nn.Module):
 
 def train(prepare: Any) -> tuple[Any, list[float]]:
     """A learning rate for each part."""
-    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    model = Net().double()
-    x, y = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 3
-    model = prepare(model, {"x": x, "y": y})
+    model, x, y = made(prepare)
     parts = [(model.embed, 1e-3), (model.backbone, 1e-2), (model.head, 1e-1)]
     optimizer = torch.optim.AdamW([{"params": part.parameters(), "lr": lr} for part, lr in parts], eps=1e-5)
     losses: list[float] = []
@@ -63,36 +62,155 @@ def on_stages(model: nn.Module, example: Any) -> Any:
 
 
 def check_parts(expected: list[float]) -> None:
-    """Groups of parameters, and what is known of those of other stages."""
+    """Groups of parameters, and what is read of those of other stages, on every rank."""
     model, losses = train(on_stages)
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     assert "Linear(in_features=16, out_features=3, bias=True)" in str(model)
-    assert {name for name, _ in model.head.named_parameters()} <= {"weight", "bias"}  # loops over names get no more
-    weight = model.head.weight
-    assert (weight.shape, weight.numel(), weight.requires_grad) == ((3, 16), 48, True)
-    assert isinstance(weight, nn.Parameter) is isinstance(copy.deepcopy(model).head.weight, nn.Parameter)
-    for act in (lambda: weight.norm(), lambda: weight * 2, lambda: nn.init.zeros_(weight), lambda: weight.grad.sum()):
-        if not isinstance(weight, nn.Parameter):
-            with pytest.raises(
-                StageError, match=r"'head\.weight' is on rank 1 only, in the stages that read it.*full_state_dict"
-            ):
-                act()
+    names, like = [name for name, _ in model.named_parameters()], Net()
+    assert names == [name for name, _ in like.named_parameters()]
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in like.parameters())
+    whole, copied = model.full_state_dict(), copy.deepcopy(model)
+    for each in (model, copied):
+        for name, p in each.named_parameters():
+            torch.testing.assert_close(p.full_tensor(), whole[name], rtol=0, atol=0)
+            torch.testing.assert_close(p.norm().item(), whole[name].norm().item(), rtol=1e-12, atol=0)
+    made_of_it = model.head.weight @ model.embed.weight.new_ones(16)
+    torch.testing.assert_close(made_of_it, whole["head.weight"].sum(1), rtol=1e-12, atol=0)
 
 
-def check_norms_of_parts() -> None:
-    """A norm of the gradients of a submodule that one rank has nothing of."""
+def check_writes() -> None:
+    """What a script writes to parameters of any stage, and their gradients."""
     model, _ = train(on_stages)
-    with pytest.raises(GradientNormError, match=r"all of model\.parameters\(\)"):
-        clip_grad_norm_(model.head.parameters(), 1.0)
+    with torch.no_grad():
+        for p in (model.embed.weight, model.head.weight):
+            p[0] = 1.0
+            p[1:].mul_(0.5)
+            p.view(-1)[-1] = 7.0
+            p.data = p.data + 1
+            p.add_(torch.arange(float(p.numel()), dtype=p.dtype).view_as(p))
+            nn.init.zeros_(p.grad)
+        nn.init.normal_(model.head.bias)
+    whole = model.full_state_dict()
+    for name in ("embed.weight", "head.weight"):
+        x = whole[name] - torch.arange(float(whole[name].numel()), dtype=torch.float64).view_as(whole[name])
+        assert x[-1, -1] == 8.0
+        assert (x[0] == 2.0).all()
+        assert model.get_parameter(name).grad.abs().sum().item() == 0
+    assert torch.equal(model.head.bias.full_tensor(), whole["head.bias"])
+    assert whole["head.bias"].abs().min() > 0
+
+
+def check_optimizers(expected: list[list[float]]) -> None:
+    """Steps that depend on all parameters, also of other stages, and which parameters are trained."""
+    for train_model, losses in zip(LOOPS, expected, strict=True):
+        torch.testing.assert_close(train_model(on_stages), losses, rtol=1e-9, atol=0)
+
+
+class Normalized(torch.optim.Optimizer):
+    """A step of the same length for all parameters together."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in trained]).sum().sqrt()
+        for p in trained:
+            p.sub_(0.1 * p.grad / norm)
+
+
+def normalized(prepare: Any) -> list[float]:
+    return trained_by(Normalized, prepare)
+
+
+def trained_by(kind: Any, prepare: Any) -> list[float]:
+    model, x, y = made(prepare)
+    optimizer, losses = kind(model.parameters()), list[float]()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x=x, y=y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def lamb(prepare: Any) -> list[float]:
+    """Each parameter by itself, but whole."""
+    return trained_by(Lamb, prepare)
+
+
+def unfrozen(prepare: Any) -> list[float]:
+    """More and more is trained, and less in the end."""
+
+    def freeze(model: Any) -> Any:
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        return model
+
+    def frozen(model: Any, example: Any) -> Any:
+        return prepare(freeze(model), example)
+
+    model, x, y = made(frozen)
+    optimizer, losses = torch.optim.AdamW(model.head.parameters(), 1e-2, eps=1e-5), list[float]()
+    for number in range(4):
+        if number in (1, 2):
+            part = model.backbone[3] if number == 1 else model.embed
+            part.requires_grad_(True)
+            optimizer.add_param_group({"params": part.parameters()})
+        if number == 3:
+            model.embed.requires_grad_(False)
+        optimizer.zero_grad()
+        loss = model(x=x, y=y)
+        loss.backward()
+        losses += [clip_grad_norm_(model.parameters(), 1.0).item(), loss.item()]
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+    return losses
+
+
+def lbfgs(prepare: Any) -> list[float]:
+    model, x, y = made(prepare)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x=x, y=y)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(2)]  # pyright: ignore
+
+
+def made(prepare: Any) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    model = Net().double()
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 3
+    return prepare(model, {"x": x, "y": y}), x, y
+
+
+def keep(model: nn.Module, _: object) -> nn.Module:
+    return model
+
+
+def check_one_rank() -> None:
+    """What only one rank reads is an error on all."""
+    model, x, y = made(on_stages)
+    model(x=x, y=y).backward()
+
+    def call() -> None:
+        if dist.get_rank() == 0:
+            model.head.weight.sum().item()
+        model(x=x, y=y)
+
+    with pytest.raises(RankError, match="reading a parameter or gradient"):
+        call()
+
+
+LOOPS = (lbfgs, normalized, lamb, unfrozen)
 
 
 def test_parts_of_a_model() -> None:
-    def keep(model: nn.Module, _: object) -> nn.Module:
-        return model
-
     _, expected = train(keep)
-    launch(2, partial(check_parts, expected))
-
-
-def test_norms_of_parts_are_refused_at_once() -> None:
-    launch(2, check_norms_of_parts)
+    of_loops = [train_model(keep) for train_model in LOOPS]
+    launch(2, partial(check_parts, expected), check_writes, partial(check_optimizers, of_loops), check_one_rank)

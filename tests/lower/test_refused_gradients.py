@@ -55,9 +55,7 @@ def test_a_stage_that_was_frozen_when_it_was_planned_is_not_trained_silently():
 
     def step(parallel):
         parallel(**INPUTS)["loss"].backward()
-        name, frozen = next((n, p) for n, p in parallel.named_parameters() if not p.requires_grad or p.numel())
-        if name.startswith(("blocks.6", "blocks.7")):
-            return
+        name, frozen = next((n, p) for n, p in parallel.named_parameters() if not p.requires_grad)
         frozen.requires_grad_(True)
         with pytest.raises(PlanMismatchError, match=f"parameter '{name}' requires a gradient, but was frozen"):
             parallel(**INPUTS)

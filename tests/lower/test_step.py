@@ -20,7 +20,6 @@ from autopar.lower import ParallelModule
 from autopar.lower.parameters import layer_parameters
 from autopar.lower.program.saved_tensors import SavedTensor
 from autopar.lower.run import layer_pass
-from autopar.lower.run.run_step import release_later
 from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
 from autopar.schedules.action_lists import Action
@@ -29,21 +28,6 @@ from autopar.trace import Traced
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_pipeline, random_plan
 from tests.zoo import forced_plan, keep_double_program, trace_model
-
-
-@pytest.mark.parametrize(
-    ("scale", "is_scaled", "is_spread"), [(1.0, False, False), (1.0, True, True), (4.0, False, True)]
-)
-def test_overflows_are_spread_where_there_may_be_a_gradient_scaler(
-    scale: float, is_scaled: bool, is_spread: bool
-) -> None:
-    spread: list[Sequence[Tensor | None]] = []
-    parameter = nn.Parameter(torch.zeros(2))
-    loss = release_later(torch.tensor(1.0), [torch.ones(2)], [parameter], spread.append, is_scaled=is_scaled)
-    (loss * scale).backward()
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [scale, scale]
-    assert len(spread) == is_spread
 
 
 class TwoHeads(nn.Module):

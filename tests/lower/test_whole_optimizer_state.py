@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ModelError, OptimizerError
-from autopar.verify.rehearsal import loss_of
+from autopar.errors import ModelError
 from tests import models
 from tests.end_to_end.harness import launch, parallelize
 from tests.lower.test_whole_matrices import Lamb
@@ -107,31 +106,11 @@ def check_closure(make_optimizer: Any) -> None:
     assert_equal_values(parallel, alone)
 
 
-class Scaled(torch.optim.Optimizer):
-    """Its steps are divided by the norm of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
-        for p in parameters:
-            p.sub_(p.grad / norm)
-
-
 def check_stages() -> None:
     model, inputs = models.make("plain_gpt")
     parallel: Any = parallelize(model, inputs, constraints=("pipeline=2",))
     with pytest.raises(ModelError, match=r"has no form that one device knows.*get_optimizer_state_dict"):
         parallel.full_optimizer_state_dict(torch.optim.SGD(parallel.parameters()))
-    with pytest.raises(OptimizerError, match=r"LBFGS depends on all parameters together.*'pipeline=1'"):
-        torch.optim.LBFGS(parallel.parameters()).step(lambda: loss_of(parallel(**inputs)))
-    loss_of(parallel(**inputs)).backward()
-    with pytest.raises(OptimizerError, match=r"Scaled depends on all parameters together"):
-        Scaled(parallel.parameters()).step()
-    Lamb(parallel.parameters()).step()
 
 
 def test_states_and_closures() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.compiler import is_exporting as asks
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 from autopar.errors import TraceError
@@ -23,7 +25,7 @@ class Asks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_compiling() or asks():
             return h.exp().sum()
         return h.sin().sum() if not self.reads_values or float(h.detach().sum()) else h.cos().sum()
 

@@ -27,7 +27,8 @@ from autopar.lower.kernels.random import agree_base_seed, derive_seed
 from autopar.lower.run.call_inputs import Call, CallInputs, LocalRows
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.run_step import release_later, spreading
+from autopar.lower.run.run_step import release_later
+from autopar.lower.run.step_runner import trained_elsewhere
 from autopar.placement import Axis
 
 __all__ = ["GroupSteps"]
@@ -221,12 +222,10 @@ class GroupSteps:
         coupling = self._coupling
         assert coupling is not None
         dtype: torch.dtype = getattr(torch, program.type_of(program.loss).dtype)
-        is_half = any(value.type.dtype == "float16" for value in program.values.values())
         trained = coupling.trained
-        whole = release_later(
-            loss.to(dtype), [gradients.get(name) for name in trained], list(trained.values()),
-            spreading(self._first), is_scaled=is_half,
-        )  # fmt: skip
+        others = trained_elsewhere(self._first).values()
+        given = [gradients.get(name) for name in trained] + [torch.zeros_like(p, requires_grad=False) for p in others]
+        whole = release_later(loss.to(dtype), given, [*trained.values(), *others])
         return [whole if name == program.loss else None for name in program.outputs]
 
 

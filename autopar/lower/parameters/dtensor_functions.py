@@ -19,11 +19,11 @@ the same functions, as some communicate.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import MeshError
@@ -31,12 +31,21 @@ from autopar.lower.compat import functions_by, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import copy_deeply, is_write, set_data, set_grad, write, write_out
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
-from autopar.lower.parameters.known_meshes import has_local_inputs, is_known, read_whole
+from autopar.lower.parameters.known_meshes import (
+    has_local_inputs,
+    is_known,
+    read_whole,
+    set_apart,
+    share_largest,
+    stages_of,
+)
 from autopar.lower.parameters.optimizer_state import refuse_file
+from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
 from autopar.tensor_questions import QUESTIONS
 
-__all__ = ["begin_native_step", "end_native_step", "watch_functions"]
+__all__ = ["begin_step", "end_step", "watch_functions"]
 
 _tensor: Any = Tensor
 _torch: Any = torch
@@ -70,30 +79,44 @@ def watch_functions() -> None:
     functions_by(_run)
 
 
-class _NativeStep(threading.local):
-    """The context of the optimizer step that this thread is in, if its functions are torch's own."""
+class _Step(threading.local):
+    """The optimizer step that this thread is in: the context of functions that are torch's own, and parameters of other
+    stages, with their gradients, which take no part.
+    """
 
     context: Any = None
+    others: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
 
-_STEP = _NativeStep()
+_STEP = _Step()
 
 
-def begin_native_step() -> None:
-    """An optimizer of torch begins a step, all of whose functions torch's DTensor does right: to do them here takes as
-    long again.
+def begin_step(parameters: Iterable[nn.Parameter], *, is_native: bool) -> None:
+    """An optimizer begins a step on `parameters`, in which each is updated by itself, on the ranks that have it.
+
+    `is_native`: it is one of torch, and torch's DTensor does all of its functions right: to do them here takes as long
+    again.
     """
-    end_native_step()
-    note_write()
-    _STEP.context = native_functions()
-    _STEP.context.__enter__()
+    end_step()
+    _STEP.others = [(p, p.grad) for p in parameters if p.grad is not None and is_elsewhere(p)]
+    for parameter, _ in _STEP.others:
+        parameter.grad = None
+    set_apart(is_on=True)
+    if is_native:
+        note_write()
+        _STEP.context = native_functions()
+        _STEP.context.__enter__()
 
 
-def end_native_step() -> None:
+def end_step() -> None:
     """The step has ended, or failed."""
     context, _STEP.context = _STEP.context, None
     if context is not None:
         context.__exit__(None, None, None)
+    others, _STEP.others = _STEP.others, ()
+    for parameter, gradient in others:
+        parameter.grad = gradient
+    set_apart(is_on=False)
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,9 +139,20 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return write_out(call)
     if draws_like(call):
         return draw_like(call)
-    if call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed()):
-        return _on_whole(call)
-    return _natively(call)
+    if any(stages_of(x) is not None for x in known):
+        return _on_stages(call)
+    is_whole = call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed())
+    return _on_whole(call) if is_whole else _natively(call)
+
+
+def _on_stages(call: FunctionCall) -> Any:
+    """The function of parameters or gradients of which pipeline stages have parts, on all ranks."""
+    order = norm_order(call)
+    if order is not None:
+        return norms(call, order)
+    if stays_in_parts(call):
+        return _natively(call)
+    return _viewed(call, _gathered(call)) if _is_view(call) else _on_whole(call)
 
 
 def _on_whole(call: FunctionCall) -> Any:
@@ -143,16 +177,24 @@ def _on_whole(call: FunctionCall) -> Any:
 
 def _natively(call: FunctionCall) -> Any:
     """What torch's DTensor does, or, where it has no rule, the function of whole tensors."""
-    is_view = call.name in _VIEWS or call.function in _VIEW_GETTERS
     try:
         result = call.natively()
     except (NotImplementedError, RuntimeError) as error:
         if not has_no_rule(error):
             raise
-        if not is_view:
+        if not _is_view(call):
             return _on_whole(call)
         result = _gathered(call)
-    if is_view and call.args and call.args[0] is call.known[0] and len(call.tensors) == 1:
+    return _viewed(call, result) if _is_view(call) else result
+
+
+def _is_view(call: FunctionCall) -> bool:
+    return call.name in _VIEWS or call.function in _VIEW_GETTERS
+
+
+def _viewed(call: FunctionCall, result: Any) -> Any:
+    """`result`, a view, which follows what it is of."""
+    if call.args and call.args[0] is call.known[0] and len(call.tensors) == 1:
         function, rest, kwargs = call.function, call.args[1:], call.kwargs
         note_views(call.known[0], lambda whole: function(whole, *rest, **kwargs), result)
     return result
@@ -177,7 +219,10 @@ def _replicated(x: Any) -> Any:
     if not (isinstance(x, DTensor) and is_known(x)):
         return x
     untyped: Any = x
-    return untyped.redistribute(untyped.device_mesh, [Replicate()] * untyped.device_mesh.ndim)
+    whole = [Replicate()] * untyped.device_mesh.ndim
+    if stages_of(x) is not None:
+        return DTensor.from_local(read_whole(x), untyped.device_mesh, whole, run_check=False)
+    return untyped.redistribute(untyped.device_mesh, whole)
 
 
 def _format(call: FunctionCall) -> str:
@@ -197,6 +242,13 @@ def _gradients(call: FunctionCall) -> Any:
     return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
 
 
+def _unscale(call: FunctionCall) -> Any:
+    """What gradient scalers call: an overflow in the gradients of one pipeline stage is one on all ranks."""
+    result = write(call)
+    share_largest(call.known[0], call.args[1])
+    return result
+
+
 _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.data.__set__: set_data,
     _SET_GRAD: set_grad,
@@ -205,4 +257,5 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.__deepcopy__: copy_deeply,
     _tensor.backward: _backward,
     _torch.autograd.grad: _gradients,
+    _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

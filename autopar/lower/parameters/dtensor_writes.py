@@ -13,10 +13,10 @@ from autopar.errors import ModelError
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor, storage_key
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
-from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole
+from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole, stages_of
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
 
-__all__ = ["copy_deeply", "is_write", "set_data", "set_grad", "write", "write_out"]
+__all__ = ["copy_deeply", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_out"]
 
 _AUGMENTED = frozenset({
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
@@ -27,6 +27,11 @@ _BY_ELEMENT = frozenset({
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "logical_and_", "logical_or_",
 })  # fmt: skip
 """An entry of their result follows from the same entries of operands of the same shape."""
+
+
+def is_by_element(name: str) -> bool:
+    """Whether an entry of its result follows from the same entries of operands of the same shape."""
+    return f"{name}_" in _BY_ELEMENT or name.replace("__", "__i", 1) in _BY_ELEMENT or name in _BY_ELEMENT
 
 
 def is_write(name: str) -> bool:
@@ -58,7 +63,7 @@ def write(call: FunctionCall) -> Any:
 
 def _write_dtensors(call: FunctionCall, target: DTensor) -> Any:
     """All operands are on one mesh."""
-    if call.name == "__setitem__":
+    if call.name == "__setitem__" or (stages_of(target) is not None and not _stays_in_parts(call, target)):
         return _write_whole(call, target)
     if any(placements_of(x) != placements_of(target) for x in call.known if x.dim()):
         return _write_laid(call, target)
@@ -68,6 +73,12 @@ def _write_dtensors(call: FunctionCall, target: DTensor) -> Any:
         if not has_no_rule(error):
             raise
         return _write_whole(call, target)
+
+
+def _stays_in_parts(call: FunctionCall, target: DTensor) -> bool:
+    """Whether a stage's ranks can do it by themselves, without a look at entries that others have."""
+    is_alike = all(x.shape == target.shape or not (x.dim() or isinstance(x, DTensor)) for x in call.tensors)
+    return is_alike and (call.name in _BY_ELEMENT or call.name in ("zero_", "fill_"))
 
 
 def _write_mixed(call: FunctionCall, target: DTensor) -> Any:

@@ -55,9 +55,9 @@ class FunctionCall:
         DTensors on several meshes.
         """
         mesh = self.known[0].device_mesh
-        if len(self.known) == len(self.tensors):
-            return any(x.device_mesh is not mesh for x in self.known)
-        return any(_is_plain(x) for x in self.tensors) or any(x.device_mesh is not mesh for x in self.known)
+        if any(isinstance(x, DTensor) and x.device_mesh != mesh for x in self.tensors):
+            return True
+        return len(self.known) < len(self.tensors) and any(_is_plain(x) for x in self.tensors)
 
     def plain_tensors(self) -> list[Tensor]:
         """The plain ones among its tensors, numbers left out; every rank reads them if they are outputs of a call."""

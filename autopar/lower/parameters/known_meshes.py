@@ -7,8 +7,10 @@ rank.  DTensors on other meshes are left to torch.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autopar.lower.autograd import call_function
 from autopar.lower.communication.call_consensus import CallConsensus
-from autopar.lower.compat import item_by, local_tensor
+from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_tensor
+from autopar.lower.parameters.other_stages import StageTensors, is_elsewhere
 
 __all__ = [
-    "compare_plain", "has_local_inputs", "is_known", "is_of_a_stage", "is_on_all_ranks", "know_mesh", "laid_as",
-    "placements_of", "read_whole", "share_whole",
+    "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "placements_of",
+    "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stages_of",
 ]  # fmt: skip
 
 
@@ -31,15 +35,17 @@ class _Known:
     """A mesh, and the parallel modules that have parameters on it.
 
     Args:
-        mesh: the mesh.
-        is_whole_world: whether all ranks are in it, rather than those of a pipeline stage.
-        calls: compares what the ranks do, if it is the whole world; that of the latest module on every rank, even if
+        meshes: the mesh, and those that are equal to it, as results of ops may have any of these.
+        is_whole_world: whether all ranks read what is on it: they are on the mesh, or have parameters of stages.
+        stages: reads parameters of pipeline stages; None: what is on the mesh is whole there.
+        calls: compares what the ranks do, if these are all; that of the latest module on every rank, even if
             the module is gone.
         modules: those with parameters on the mesh.
     """
 
-    mesh: DeviceMesh
+    meshes: list[DeviceMesh]
     is_whole_world: bool
+    stages: StageTensors | None = None
     calls: CallConsensus | None = None
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
 
@@ -47,17 +53,43 @@ class _Known:
 _KNOWN: dict[int, _Known] = {}  # by the mesh's id: results of ops have the mesh of their operands
 
 
-def know_mesh(mesh: DeviceMesh, module: nn.Module | None, calls: CallConsensus | None, *, is_whole_world: bool) -> None:
+class _Apart(threading.local):
+    """Whether this thread is in an optimizer step, in which each stage updates its own parameters by itself."""
+
+    is_on: bool = False
+
+
+_APART = _Apart()
+
+
+def know_mesh(
+    mesh: DeviceMesh,
+    module: nn.Module | None,
+    calls: CallConsensus | None,
+    *,
+    is_whole_world: bool = True,
+    stages: StageTensors | None = None,
+) -> None:
     """From now on DTensors on `mesh` are parts of whole tensors, which every rank reads and changes alike.
 
-    With `is_whole_world` ranks that do something else are told; the ranks of one of several pipeline stages are not
-    compared, as each has parameters of its own, nor are those of a mesh without a parallel module (`torch.compile`).
+    With `is_whole_world` ranks that do something else are told; ranks of one of several pipeline stages are not
+    compared in what they do with other tensors than parameters, nor are those of a mesh without a parallel module
+    (`torch.compile`).
     """
-    known = _KNOWN.setdefault(id(mesh), _Known(mesh, is_whole_world))
+    known = next((each for each in tuple(_KNOWN.values()) if mesh == each.meshes[0]), None)
+    known = _KNOWN.setdefault(id(mesh), known or _Known([], is_whole_world))
+    known.meshes.append(mesh)
     if module is not None:
         known.calls = calls if is_whole_world else None
+        known.stages = stages
         known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
+    full_tensor_by(lambda x: read_whole(x) if is_known(x) and stages_of(x) is not None else None)
+
+
+def set_apart(*, is_on: bool) -> None:
+    """From now on each pipeline stage changes its own parameters by itself, or no longer."""
+    _APART.is_on = is_on
 
 
 def is_known(x: DTensor) -> bool:
@@ -65,14 +97,14 @@ def is_known(x: DTensor) -> bool:
     return id(x.device_mesh) in _KNOWN
 
 
-def is_on_all_ranks(x: Tensor) -> bool:
-    """Whether it is a known DTensor that all ranks share, and not those of a pipeline stage."""
-    return isinstance(x, DTensor) and is_known(x) and _KNOWN[id(x.device_mesh)].is_whole_world
-
-
-def is_of_a_stage(x: Tensor) -> bool:
-    """Whether it is a known DTensor of a pipeline stage, which other ranks don't have."""
-    return isinstance(x, DTensor) and is_known(x) and not is_on_all_ranks(x)
+def stages_of(x: Tensor) -> StageTensors | None:
+    """What reads `x`, of a parameter that pipeline stages have, on all ranks; None: each stage is by itself now, or it
+    is no such tensor.
+    """
+    if _APART.is_on or not isinstance(x, DTensor):
+        return None
+    known = _KNOWN.get(id(x.device_mesh))
+    return None if known is None else known.stages
 
 
 def has_local_inputs(x: DTensor) -> bool:
@@ -87,14 +119,42 @@ def read_whole(x: DTensor) -> Tensor:
     Without gradients it may share the memory of `x`.
     """
     is_differentiable = x.requires_grad and torch.is_grad_enabled()
+    calls, stages = _calls(x), stages_of(x)
+    if stages is not None:
+        with _reading(calls), torch.no_grad():
+            whole = stages.whole(x)
+        return as_computed(x, whole) if is_differentiable else whole
     if all(each.is_replicate() for each in placements_of(x)):
         return x.full_tensor() if is_differentiable else local_tensor(x).detach()
-    calls = _calls(x)
+    with _reading(calls):
+        return x.full_tensor()
+
+
+def stage_norms(tensors: Sequence[DTensor], order: float) -> list[Tensor]:
+    """The norms, of this positive order, of whole tensors of which pipeline stages have parts; every rank calls it."""
+    stages = stages_of(tensors[0])
+    assert stages is not None
+    with _reading(_calls(tensors[0]), f"norms of {len(tensors)} parameters or gradients"), torch.no_grad():
+        return stages.norms(tensors, order)
+
+
+def share_largest(like: DTensor, x: Tensor) -> None:
+    """Give `x`, a plain tensor, its largest values on all pipeline stages; every rank calls it."""
+    stages = stages_of(like)
+    if stages is not None:
+        with _reading(_calls(like), "what the stages found"), torch.no_grad():
+            x.copy_(stages.largest(x))
+
+
+@contextmanager
+def _reading(calls: CallConsensus | None, what: str = "a parameter or gradient") -> Generator[None]:
+    """Inside, all ranks read this."""
     if calls is None:
-        return x.full_tensor()
-    calls.enter("reading a parameter or gradient ({})", lambda: (None, ()))
+        yield
+        return
+    calls.enter(f"reading {what} ({{}})", lambda: (None, ()))
     with calls.failing():
-        return x.full_tensor()
+        yield
 
 
 def compare_plain(like: DTensor, tensors: Sequence[Tensor]) -> None:
@@ -112,6 +172,8 @@ def share_whole(whole: Tensor, like: DTensor) -> DTensor:
     calls = _calls(like)
     if calls is not None:
         calls.enter("drawing random numbers like a parameter ({})", lambda: (None, ()))
+    if is_elsewhere(like):
+        return laid_as(whole, like)
     return distribute_tensor(whole.detach(), like.device_mesh, placements_of(like))
 
 
@@ -119,10 +181,13 @@ def laid_as(x: Tensor, like: DTensor) -> DTensor:
     """`x`, of the shape of `like`, laid out as it is, without gradient.  A plain tensor is the same on every rank."""
     if isinstance(x, DTensor):
         untyped: Any = x
-        if untyped.device_mesh is like.device_mesh:
-            is_laid = placements_of(x) == placements_of(like)
-            return x if is_laid else untyped.detach().redistribute(like.device_mesh, placements_of(like))
+        if placements_of(x) == placements_of(like) and torch.equal(untyped.device_mesh.mesh, like.device_mesh.mesh):
+            return x if untyped.device_mesh == like.device_mesh else dtensor_like(local_tensor(x).detach(), like)
+        if untyped.device_mesh == like.device_mesh and stages_of(like) is None:
+            return untyped.detach().redistribute(like.device_mesh, placements_of(like))
         x = read_whole(untyped.detach())
+    if is_elsewhere(like):
+        return dtensor_like(local_tensor(like).new_empty(local_tensor(like).shape, dtype=x.dtype), like)
     whole = x.detach().to(local_tensor(like).device)
     return distribute_tensor(whole, like.device_mesh, placements_of(like), src_data_rank=None)
 
@@ -133,5 +198,22 @@ def placements_of(x: DTensor) -> tuple[Any, ...]:
     return tuple(untyped.placements)
 
 
+def as_computed(part: DTensor, whole: Tensor) -> Tensor:
+    """A whole tensor as if computed of the parameter `part` of which it is; every rank has the same gradient of it."""
+    return call_function(_Whole, part, whole)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: DTensor, whole: Tensor) -> Tensor:
+        ctx.like = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return laid_as(gradient, ctx.like), None
+
+
 def _calls(x: DTensor) -> CallConsensus | None:
-    return _KNOWN[id(x.device_mesh)].calls
+    known = _KNOWN[id(x.device_mesh)]
+    return None if known.stages is not None and _APART.is_on else known.calls

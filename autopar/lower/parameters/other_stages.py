@@ -1,146 +1,105 @@
-"""Parameters of other pipeline stages: what a rank has in their place.
+"""Parameters of other pipeline stages: every rank has them, under their names and in their order, without elements.
 
-Each rank runs the script that was written for one device.  Of a parameter that it has no part of, it knows the shape,
-and whatever asks for more is told where the parameter is.  Loops over the parameters of a submodule pass it by; where
-nothing that is trained would be left, ``parameters()`` gives one without elements, as optimizers want one.
+Each rank runs the script that was written for one device.  Of a parameter that only other stages read, it has a DTensor
+of the same shape, dtype and placements as theirs, whose local part is empty.  So loops over parameters, lists of
+them for optimizers, and counts of elements are those of one device on all ranks, and what a function needs of such a
+tensor comes from the ranks that hold it, which call the same function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
-from typing import Any, NoReturn
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from autopar.errors import StageError
-from autopar.lower.compat import leaves_of, module_tables
-from autopar.lower.parameters.store import ParameterStore
-from autopar.lower.run.stage_map import StageMap
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.compat import from_torch_placement, local_part_of, local_tensor, tensor_norms
+from autopar.placement import REPLICATE, Axis, Layout, mesh_axes, reshard
 
-__all__ = ["OtherStageParameter", "find_others", "stand_in"]
+__all__ = ["StageTensors", "empty_part", "is_elsewhere", "layout_of"]
 
 
-class OtherStageParameter:
-    """Stands for a parameter that only ranks of other pipeline stages have.
+def is_elsewhere(x: Tensor | None) -> bool:
+    """Whether it is a parameter, or of its shape, of which only ranks of other pipeline stages have elements.
 
-    It has the shape and the dtype, but no values: whatever needs these raises StageError.
+    Parts of parameters are never empty otherwise: only dims that the devices divide are sharded.
+    """
+    return isinstance(x, DTensor) and local_tensor(x).numel() == 0 < x.numel()
+
+
+def empty_part(x: Tensor) -> Tensor:
+    """A local part without elements for a tensor like `x`, with as many dims where it can have any."""
+    return x.new_empty((0, *x.shape[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class StageTensors:
+    """Reads DTensors of pipeline stages; every rank of all stages calls each method, with its own parts.
+
+    Args:
+        mesh: the sizes of the axes of the DTensors' mesh, which is over the ranks of one stage.
+        axis: across the device groups that have the stages.
+        communicator: of this rank.
     """
 
-    def __init__(self, name: str, like: nn.Parameter, ranks: range) -> None:
-        """For the parameter `name`, like that of the original, which `ranks` have."""
-        facts = {"shape": like.shape, "ndim": like.ndim, "dtype": like.dtype, "requires_grad": like.requires_grad}
-        vars(self).update(facts, _name=name, _ranks=ranks, is_leaf=True)
+    mesh: tuple[int, ...]
+    axis: Axis
+    communicator: Communicator
 
-    def numel(self) -> int:
-        """The number of its elements."""
-        return self.shape.numel()
+    def whole(self, x: DTensor) -> Tensor:
+        """The whole plain tensor, from the first device group that has parts of it."""
+        talk, is_here = self.communicator, not is_elsewhere(x)
+        group = self.axis.coordinate(talk.rank)
+        owner = talk.all_reduce(torch.tensor(float(-group if is_here else -self.axis.size), device=talk.device),
+                                self.axis, "max")  # fmt: skip
+        whole = torch.empty(x.shape, dtype=x.dtype, device=talk.device)
+        if is_here:
+            layout = layout_of(x)
+            steps = reshard(layout, (REPLICATE,) * len(layout), self.mesh)
+            whole = apply_forward(local_part_of(x).to(talk.device), steps, talk).contiguous()
+        return talk.broadcast(whole, self.axis, -int(owner))
 
-    nelement = numel
+    def largest(self, x: Tensor) -> Tensor:
+        """Entry by entry, the largest of the plain tensors that the stages have."""
+        return self.communicator.all_reduce(x.to(self.communicator.device), self.axis, "max")
 
-    def dim(self) -> int:
-        """The number of its dims."""
-        return self.ndim
+    def norms(self, tensors: Sequence[DTensor], order: float) -> list[Tensor]:
+        """The p-norm of each whole tensor, p being `order`, which is positive, as plain scalars."""
+        is_largest = math.isinf(order)
+        powers = torch.stack([self._power(x, order) for x in tensors])
+        by_axes: dict[tuple[Axis, ...], list[int]] = {}
+        for place, x in enumerate(tensors):
+            axes = zip(mesh_axes(self.mesh), layout_of(x), strict=True)
+            by_axes.setdefault(tuple(a for a, p in axes if p.is_shard and a.size > 1), []).append(place)
+        op = "max" if is_largest else "sum"
+        for axes, places in sorted(by_axes.items()):
+            own = powers[places]
+            for axis in axes:
+                own = self.communicator.all_reduce(own, axis, op)
+            powers[places] = own
+        if is_largest:
+            joint = self.communicator.all_reduce(powers, self.axis, op)
+        else:  # what several stages have, as it is tied, is the same on each
+            holders = powers.new_tensor([float(not is_elsewhere(x)) for x in tensors])
+            joint, holders = self.communicator.all_reduce(torch.stack([powers, holders]), self.axis, op)
+            joint = (joint / holders).pow(1 / order)
+        return [norm.to(x.dtype) for norm, x in zip(joint, tensors, strict=True)]
 
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """Its shape, or the size of `dim`."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def is_floating_point(self) -> bool:
-        """Whether its elements are."""
-        return self.dtype.is_floating_point
-
-    def __repr__(self) -> str:
-        return f"<{self._name}, {list(self.shape)}, on {_ranks_text(self._ranks)}>"
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        self._refuse(f"its {attribute}")
-
-    def __setattr__(self, attribute: str, value: object) -> None:
-        self._refuse(f"a change of its {attribute}")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        own = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, cls))
-        own._refuse(getattr(func, "__name__", "a function"))
-
-    def _refuse(self, what: str) -> NoReturn:
-        own = vars(self)
-        raise StageError(
-            f"the parameter {own['_name']!r} is on {_ranks_text(own['_ranks'])} only, in the stages that read it, but "
-            f"{what} was asked for on another rank. Its values are "
-            f"model.full_state_dict()[{own['_name']!r}], which every rank calls; loops over model.named_parameters() "
-            "get those of this rank. Or plan without stages ('pipeline=1'), for scripts that need all of them"
-        )
-
-
-def _ranks_text(ranks: range) -> str:
-    return f"ranks {ranks.start} to {ranks.stop - 1}" if len(ranks) > 1 else f"rank {ranks.start}"
+    def _power(self, x: DTensor, order: float) -> Tensor:
+        if not local_part_of(x).numel():
+            return torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+        norm = tensor_norms([local_part_of(x)], order)[0].double().to(self.communicator.device)
+        return norm if math.isinf(order) else norm.pow(order)
 
 
-def _refusing(operator: str) -> Callable[..., NoReturn]:
-    def refuse(self: OtherStageParameter, *_: object) -> NoReturn:
-        self._refuse(operator)  # pyright: ignore[reportPrivateUsage]
-
-    return refuse
-
-
-for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "abs", "getitem", "setitem", "iter", "len",
-                  "float", "int", "lt", "gt", "le", "ge"):  # fmt: skip
-    setattr(OtherStageParameter, f"__{_operator}__", _refusing(f"__{_operator}__"))
-
-
-class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module, with `others` where attributes are looked up; loops get None for these."""
-
-    others: Mapping[str, OtherStageParameter]
-
-    def __getitem__(self, name: str) -> Any:
-        own = super().__getitem__(name)
-        return self.others.get(name) if own is None else own
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)
-
-
-def find_others(module: nn.Module, store: ParameterStore, stages: StageMap) -> dict[str, OtherStageParameter]:
-    """What stands for the parameters of `module`, the original, that this rank has no part of, by name."""
-    size, made = stages.plan.group_size, dict[str, OtherStageParameter]()
-    for name, stored in store.stored.items():
-        if stages.group not in stored.groups:
-            first = store.first_name[name]
-            ranks = range(stored.groups[0] * size, (stored.groups[0] + 1) * size)
-            made[name] = made[first] if first in made else OtherStageParameter(name, module.get_parameter(name), ranks)
-    return made
-
-
-def stand_in(root: Any, others: Mapping[str, OtherStageParameter]) -> None:
-    """Have attributes of the modules of `root` give `others`, by name."""
-    by_module: dict[str, dict[str, OtherStageParameter]] = {}
-    for name, other in others.items():
-        path, _, last = name.rpartition(".")
-        by_module.setdefault(path, {})[last] = other
-    for path, some in by_module.items():
-        module = root.get_submodule(path)
-        table = _Parameters(module_tables(module).parameters)
-        table.others = some
-        module.__dict__["_parameters"] = table
-    trained = [name for name, other in others.items() if other.requires_grad]
-    for path, module in root.named_modules() if trained else ():
-        if path and any(name.startswith(f"{path}.") for name in trained):
-            vars(module)["parameters"] = MethodType(_parameters, module)
-
-
-def _parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """As of any module, for the stages of this rank; if nothing of it is trained here, there is one more.
-
-    Loops over names, which sort parameters by them, get no more than there are.
-    """
-    own: list[nn.Parameter] = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-    yield from own
-    root = self.__dict__["_parallel_root"]()
-    if recurse and root is not None and not any(parameter.requires_grad for parameter in own):
-        yield root.nothing_of(self)
+def layout_of(x: DTensor) -> Layout:
+    """Its placements, for its mesh."""
+    untyped: Any = x
+    placements = [from_torch_placement(placement, x.dim()) for placement in untyped.placements]
+    return tuple(placement for placement in placements if placement is not None)

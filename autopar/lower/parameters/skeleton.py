@@ -15,11 +15,10 @@ from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
 from autopar.references import redirect
 
-__all__ = ["NOTHING", "canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
+__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 
-NOTHING = "nothing_to_train"  # the attribute with a parameter without elements, where a rank trains no other
 # What would run the original's code, and what each module makes for itself.
-_NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl", NOTHING})
+_NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl"})
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -48,13 +47,12 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 def copy_skeleton(
     source: nn.Module,
     target: nn.Module,
-    make_parameter: Callable[[str, nn.Parameter], nn.Parameter | None],
+    make_parameter: Callable[[str, nn.Parameter], nn.Parameter],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
     """Give `target` the parameters and buffers of `source` in the same order, and submodules of the same types.
 
-    Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name; where it
-    returns None, the name stays without a parameter.
+    Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name.
     """
     modules: dict[int, nn.Module] = {}
     parameters: dict[int, nn.Parameter | None] = {}

@@ -16,9 +16,17 @@ from autopar.errors import ModelError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import make_dtensor, make_mesh, module_tables, to_torch_placements
+from autopar.lower.compat import (
+    local_part_of,
+    make_dtensor,
+    make_mesh,
+    module_tables,
+    renamed_mesh,
+    to_torch_placements,
+)
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.materialize import Draws
+from autopar.lower.parameters.other_stages import empty_part, layout_of
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, reshard
@@ -50,8 +58,10 @@ class ParameterStore:
     """All parameters and buffers of a model on this rank, by their (untied) name.
 
     `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes, over the
-    ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
-    `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
+    ranks of this device group, and `parameter_mesh` the one that parameters are on: with pipeline stages another one of
+    the same ranks, as all ranks read parameters, and not what else is on the group's mesh.  `stored` has the parameters
+    of all groups; those of other groups have no elements in `module` (`other_stages`).  `first_name` leads from each
+    name of a tied parameter to its first.  Buffers are whole on every rank.
     `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's; `host` copies parameters that
     are stored in the host's memory, None: they are on the device.  `has_parts`: every parameter is a DTensor of its
     layout; elsewhere they are plain tensors, used as they are: the caller's own (`torch.compile`), or a group's.
@@ -59,6 +69,7 @@ class ParameterStore:
 
     mesh: tuple[int, ...]
     device_mesh: DeviceMesh
+    parameter_mesh: DeviceMesh
     module: nn.Module
     stored: Mapping[str, Stored]
     first_name: Mapping[str, str]
@@ -78,7 +89,12 @@ class ParameterStore:
     def wrap(self, name: str, local: Tensor) -> DTensor:
         """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
         stored = self.stored[name]
-        return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+        return make_dtensor(local, self.parameter_mesh, stored.layout, stored.shape, stored.stride)
+
+    def on_device_mesh(self, x: DTensor) -> DTensor:
+        """`x`, laid out as a parameter, in the same memory but on `device_mesh`: apart from other stages."""
+        layout, shape = layout_of(x), tuple(x.shape)
+        return make_dtensor(local_part_of(x), self.device_mesh, layout, shape, x.stride())
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Raise ModelError unless `tensor` can take the place of parameter `name`."""
@@ -142,19 +158,21 @@ def make_store(
     program, plan = stages.program, stages.plan
     sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
     device_mesh = _group_mesh(mesh, sizes, stages, communicator)
+    # Simulated ranks share torch's cache of results' meshes, which goes by equality.
+    name = f"parameters_on_{communicator.rank}"
+    parameter_mesh = renamed_mesh(device_mesh, name) if stages.is_pipeline else device_mesh
     stored = _stored(module, stages, storage_layouts(program, plan, sizes), sizes)
 
     host = HostCopies(communicator.device) if plan.decisions.host_storage else None
-    drawn_parameters: dict[str, nn.Parameter | None] = {}
+    drawn_parameters: dict[str, nn.Parameter] = {}
     drawn_buffers: dict[int, Tensor] = {}
 
-    def keep(name: str, requires_grad: bool, whole: Tensor) -> nn.Parameter | None:
+    def keep(name: str, requires_grad: bool, whole: Tensor) -> nn.Parameter:
         entry = stored[name]
-        if stages.group not in entry.groups:
-            return None
-        part = local_part(whole, entry.layout, sizes, communicator)
+        is_here = stages.group in entry.groups
+        part = local_part(whole, entry.layout, sizes, communicator) if is_here else empty_part(whole)
         part = part.contiguous() if host is None else host.home(part.contiguous())
-        dtensor = make_dtensor(part, device_mesh, entry.layout, entry.shape, entry.stride)
+        dtensor = make_dtensor(part, parameter_mesh, entry.layout, entry.shape, entry.stride)
         return nn.Parameter(dtensor, requires_grad=requires_grad)
 
     def keep_drawn(name: str, whole: Tensor) -> None:
@@ -163,7 +181,7 @@ def make_store(
         else:
             drawn_buffers[id(module.get_buffer(name))] = whole.clone()
 
-    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if name in drawn_parameters:
             return drawn_parameters[name]
         return keep(name, parameter.requires_grad, parameter.detach().to(communicator.device))
@@ -176,7 +194,9 @@ def make_store(
         draws.play(communicator.device, keep_drawn)
     copy_skeleton(module, target, make_parameter, make_buffer)
     dtype = getattr(torch, plan.decisions.gradients) if plan.decisions.gradients else None
-    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host, has_parts=True)
+    return ParameterStore(
+        sizes, device_mesh, parameter_mesh, target, stored, canonical_names(module), dtype, host, has_parts=True
+    )
 
 
 def _stored(

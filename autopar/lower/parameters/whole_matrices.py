@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -27,10 +27,12 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
-from autopar.lower.parameters.dtensor_functions import begin_native_step, end_native_step
+from autopar.lower.parameters.dtensor_functions import begin_step, end_step
+from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
-from autopar.lower.parameters.known_meshes import is_of_a_stage, is_on_all_ranks
+from autopar.lower.parameters.known_meshes import read_whole, stages_of
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
+from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
@@ -48,12 +50,13 @@ _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
 
 @dataclass(frozen=True)
 class _Slices:
-    """How ranks share a parameter."""
+    """How ranks share a parameter; `is_joint`: those of all pipeline stages read it."""
 
     layout: Layout
     mesh: tuple[int, ...]
     communicator: Communicator
     host: HostCopies | None = None
+    is_joint: bool = False
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -64,6 +67,8 @@ class _Slices:
         """A whole copy of a tensor that is laid out as the parameter; every rank calls it."""
         if not isinstance(x, DTensor):
             return x.detach().clone()
+        if self.is_joint:
+            return read_whole(cast("DTensor", x.detach())).clone()
         steps = reshard(self.layout, (REPLICATE,) * len(self.layout), self.mesh)
         return apply_forward(local_part_of(x).to(self.communicator.device), steps, self.communicator)
 
@@ -131,13 +136,33 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     fit_loaded_state(optimizer)
     has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
-        if not has_closure and type(optimizer).__name__ not in _BY_MASKS:
-            begin_native_step()
+        if not has_closure:
+            begin_step(_parameters_of(optimizer), is_native=type(optimizer).__name__ not in _BY_MASKS)
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    every = _parameters_of(optimizer)
+    if not any(isinstance(p, DTensor) for p in every):
         return  # without a look at each module's parameters: trials make dozens of such steps
-    _check_stages(optimizer, has_closure=has_closure)
+    is_joint = _is_joint(optimizer, has_closure=has_closure)
+    swaps = _find_swaps(optimizer, has_closure=has_closure, is_joint=is_joint)
+    for swap in swaps:
+        swap.params[swap.place] = swap.whole
+        _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
+    _SWAPS[optimizer] = swaps
+    if not is_joint:
+        begin_step(every, is_native=False)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _find_swaps(optimizer: Optimizer, *, has_closure: bool, is_joint: bool) -> list[_Swap]:
+    """The parameters that take part whole.
+
+    Raises:
+        OptimizerError: a closure would run the model on parts that take no part in the step.
+    """
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())
@@ -146,36 +171,33 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             slices = shared.get(id(parameter))
             if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
                 continue
-            if has_closure and is_on_all_ranks(parameter):
+            if is_elsewhere(parameter) and not is_joint:
+                continue
+            if has_closure and is_known_dtensor(parameter):
                 continue  # it runs the model on its own parameters: functions of these are right, only slower
             if has_closure:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
-                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure, or, "
-                    "with pipeline stages, plan without them ('pipeline=1')"
+                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure"
                 )
+            slices = replace(slices, is_joint=is_joint)
             whole = nn.Parameter(slices.whole(parameter))
             whole.grad = slices.whole(parameter.grad)
             swaps.append(_Swap(group["params"], place, parameter, whole, slices))
-    for swap in swaps:
-        swap.params[swap.place] = swap.whole
-        _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
-    _SWAPS[optimizer] = swaps
+    return swaps
 
 
-def _check_stages(optimizer: Optimizer, *, has_closure: bool) -> None:
-    """Raise OptimizerError if a step depends on all parameters together, of which a pipeline stage has some."""
-    of_stages = [(group, p) for group in optimizer.param_groups for p in group["params"] if is_of_a_stage(p)]
-    if of_stages and _couples(optimizer, *of_stages[0], has_closure=has_closure):
-        raise OptimizerError(
-            f"a step of {type(optimizer).__name__} depends on all parameters together, and with pipeline stages each "
-            "rank has only those of its own stages: plan without them ('pipeline=1'), or choose an optimizer that "
-            "updates each parameter by its own gradient"
-        )
+def _is_joint(optimizer: Optimizer, *, has_closure: bool) -> bool:
+    """Whether a step on parameters of pipeline stages is one that all ranks make together, as it depends on all
+    parameters, or runs the model.
+    """
+    of_stages = ((group, p) for group in optimizer.param_groups for p in group["params"] if stages_of(p) is not None)
+    first = next(of_stages, None)
+    return first is not None and (has_closure or _couples(optimizer, *first))
 
 
-def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, *, has_closure: bool) -> bool:
-    """Whether steps on two parameters differ from those on each alone; assumed if steps only run with a closure."""
+def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether steps on two parameters differ from those on each alone."""
     known = _TRIALS.setdefault(optimizer, {})
     if "couples" not in known:
         make, generator = _twin(optimizer, group, _flags(optimizer, parameter)), torch.Generator().manual_seed(0)
@@ -187,7 +209,7 @@ def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
                 alone = [each for draw in draws for each in _train(make, draw)]
             known["couples"] = not all(map(torch.allclose, together, alone))
         except Exception:  # noqa: BLE001  (a foreign optimizer)
-            known["couples"] = has_closure
+            known["couples"] = False
     return known["couples"]
 
 
@@ -217,17 +239,21 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) ->
 
 
 def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    end_native_step()
+    end_step()
     for swap in _SWAPS.pop(optimizer, ()):
         swap.params[swap.place] = swap.parameter
-        local_part_of(swap.parameter).copy_(swap.slices.part(swap.whole))
+        local_part_of(swap.parameter).copy_(_part(swap, swap.whole))
         note_write()
         _move_state(optimizer, swap.whole, swap.parameter, partial(_cut, swap))
 
 
+def _part(swap: _Swap, whole: Tensor) -> Tensor:
+    return empty_part(whole.detach()) if is_elsewhere(swap.parameter) else swap.slices.part(whole)
+
+
 def _cut(swap: _Swap, whole: Tensor) -> Tensor:
     like: Any = swap.parameter
-    part = swap.slices.part(whole).contiguous()
+    part = _part(swap, whole).contiguous()
     return make_dtensor(part, like.device_mesh, swap.slices.layout, like.shape, like.stride())
 
 

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from autopar.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 from autopar.errors import ModelError
 
-__all__ = ["Attributes", "Settings", "settings_text"]
+__all__ = ["THAWED", "Attributes", "Settings", "settings_text"]
 
 Settings = tuple[tuple[str, str, Any], ...]
 """What differs from when the model was parallelized: path of a module, attribute, value."""
 
+THAWED = "requires_grad"
+"""The attribute of the whole model that is the names of parameters which were frozen, and no longer are."""
 _MODE = "training"
 _NEVER = frozenset(vars(nn.Module()).keys() - {_MODE})
 
@@ -39,22 +41,24 @@ class Attributes:
         root: the parallel module.
         before: path of the owner (`attribute_owners`) -> attributes as they were when the model was parallelized.
         watched: those that some program was made with: path -> names.
+        frozen: names of parameters to which the first program sends no gradients.
     """
 
     root: nn.Module
     before: Mapping[str, Mapping[str, Any]]
     watched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    frozen: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, root: nn.Module, like: Attributes | None = None) -> Attributes:
+    def of(cls, root: nn.Module, like: Attributes | None = None, frozen: Iterable[str] = ()) -> Attributes:
         """As they are now, or were in the module that `root` is a copy of."""
         if like is not None:
-            return cls(root, like.before, dict(like.watched))
+            return cls(root, like.before, dict(like.watched), like.frozen)
         before = {
             path: {name: x for name, x in vars(owner).items() if name not in _NEVER and _is_kept(x)}
             for path, owner in attribute_owners(root).items()
         }
-        return cls(root, before)
+        return cls(root, before, frozen=tuple(frozen))
 
     @property
     def names(self) -> Iterable[tuple[str, str]]:
@@ -71,7 +75,8 @@ class Attributes:
 
     def changed(self, *, everywhere: bool = False) -> Settings:
         """Those with other values than before, of those that programs were made with, or of all that can be used."""
-        changed: list[tuple[str, str, Any]] = []
+        thawed = tuple(name for name in self.frozen if self.root.get_parameter(name).requires_grad)
+        changed: list[tuple[str, str, Any]] = [("", THAWED, thawed)] if thawed else []
         for path, names in (self.before if everywhere else self.watched).items():
             own, before = self._now(path), self.before[path]
             for name in names:
@@ -116,7 +121,12 @@ class Attributes:
 
 def settings_text(settings: Settings) -> str:
     """For people and for ranks to compare."""
-    return ", ".join(f"{joined(path, name)} = {value!r}" for path, name, value in settings)
+    return ", ".join(
+        f"{len(value)} parameters trained that were frozen ({value[0]}, ...)"
+        if name == THAWED
+        else f"{joined(path, name)} = {value!r}"
+        for path, name, value in settings
+    )
 
 
 def _is_kept(value: Any) -> bool:

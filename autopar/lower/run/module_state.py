@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
-from autopar.lower.parameters.skeleton import NOTHING, check_conversion, state_names
-from autopar.lower.parameters.stage_gradient import StageGradient
+from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
-from autopar.placement import REPLICATE, Axis
+from autopar.placement import Axis
 
 __all__ = ["ModuleState", "NamedTensors"]
 
@@ -37,21 +35,6 @@ class ModuleState(nn.Module):
     _store: ParameterStore
     _executor: Executor
     _gradient_norm: GradientNorm
-    _nothings: dict[str, nn.Parameter]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module, for the stages of this rank.
-
-        If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
-        scalers want one with a gradient, and the loop of this rank is to run as that of the others.  So it is with each
-        submodule whose `parameters()` were asked for.
-        """
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        if self._executor.stages.is_pipeline and recurse:
-            for path, nothing in self._nothings_to_train().items():
-                yield ".".join(part for part in (prefix, path, NOTHING) if part), nothing
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files."""
@@ -132,8 +115,11 @@ class ModuleState(nn.Module):
         Entries of parameters that other stages hold are passed over.
         """
         group, stored = self._executor.stages.group, self._store.stored
-        mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
+        own = dict(super().named_parameters(remove_duplicate=False))
+        others = {name: own[name] for name, x in stored.items() if group not in x.groups}
+        mine = {name: x for name, x in state_dict.items() if name not in others}
         fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
+        fitted |= others
         return super().load_state_dict(fitted, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -165,51 +151,9 @@ class ModuleState(nn.Module):
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
         self._enter("clip_grad_norm_ {}", lambda: (None, ()))
-        gradients = [(name, p.grad) for name, p in super().named_parameters() if p.grad is not None]
+        named = super().named_parameters()
+        gradients = [(name, p.grad) for name, p in named if p.grad is not None and not is_elsewhere(p)]
         return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
-
-    def _mark_gradients_later(self, _: Tensor) -> None:
-        after_backward(self._mark_gradients)
-
-    def _mark_gradients(self) -> None:
-        """Have torch's norm of these gradients be that of all stages."""
-        for name, parameter in self.named_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
-                parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
-
-    def nothing_of(self, module: nn.Module) -> nn.Parameter:
-        """A parameter without elements for a submodule, or for this one, that has nothing to train on this rank.
-
-        Not registered: no name of the original's state.
-        """
-        if NOTHING not in vars(module):
-            named = cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
-            path = next(path for path, each in named if each is module)
-            nothing, whole = torch.empty(0, device=self._communicator.device), (REPLICATE,) * len(self._store.mesh)
-            made = nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,)))
-            if any(parameter.grad is not None for _, parameter in super().named_parameters()):  # it is late
-                made.grad = torch.zeros_like(made)
-            self._nothings[path] = vars(module)[NOTHING] = made
-            self._mark_gradients()
-        return vars(module)[NOTHING]
-
-    def _nothings_to_train(self) -> dict[str, nn.Parameter]:
-        """Those that were asked for, by the path of their module."""
-        if not self._trains():
-            self.nothing_of(self)
-        return self._nothings
-
-    def _trains(self) -> bool:
-        return any(parameter.requires_grad for _, parameter in super().named_parameters())
-
-    def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
-        """One without elements, from whatever the backward starts at."""
-        for nothing in self._nothings_to_train().values():
-            for name, value in values.items():
-                if value.requires_grad:
-                    untyped: Any = nothing
-                    values[name] = value + untyped.to_local().sum().to(value.dtype)
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)

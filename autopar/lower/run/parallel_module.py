@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
-from autopar.lower.autograd import call_function, on_gradient
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
@@ -25,11 +24,11 @@ from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
-from autopar.lower.parameters.dtensor_functions import end_native_step, watch_functions
+from autopar.lower.parameters.dtensor_functions import end_step, watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
-from autopar.lower.parameters.known_meshes import know_mesh, laid_as
+from autopar.lower.parameters.known_meshes import as_computed, know_mesh
 from autopar.lower.parameters.materialize import Draws
-from autopar.lower.parameters.other_stages import find_others, stand_in
+from autopar.lower.parameters.other_stages import StageTensors
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
@@ -47,7 +46,7 @@ from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
-from autopar.lower.run.submodules import bind_submodules
+from autopar.lower.run.submodules import bind_submodules, save_own_parts
 from autopar.step.data_split import data_split
 from autopar.step.plan_check import check_same_program
 
@@ -123,10 +122,12 @@ class ParallelModule(ModuleInspection):
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         store = make_store(self, module, draws, stages, communicator, mesh)
         bind_submodules(self)
-        self._others = find_others(module, store, stages)
-        stand_in(self, self._others)
+        if stages.is_pipeline:
+            save_own_parts(self)
         carry_attributes(module, self)
-        self._attributes = Attributes.of(self)
+        # With stages a program sends gradients to what was trained when it was made; without, to what is trained now.
+        frozen = executable.program.frozen if stages.is_pipeline and planner is not None else ()
+        self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
 
     def _bind(
@@ -139,7 +140,6 @@ class ParallelModule(ModuleInspection):
         predictions: Predictions | None,
     ) -> None:
         """Make what runs the plan on the parameters of `store`, which are this module's."""
-        self._nothings = {}
         self._communicator = communicator
         self._predictions = predictions
         self._data_split = data_split(executable.program, executable.plan.decisions)
@@ -151,6 +151,10 @@ class ParallelModule(ModuleInspection):
         if communicator.calls is not None or communicator.world_size == 1:
             is_whole = not self._executor.stages.is_pipeline
             know_mesh(store.device_mesh, self, communicator.calls, is_whole_world=is_whole)
+            watch_functions()
+        if self._executor.stages.is_pipeline:
+            stages = StageTensors(store.mesh, self._executor.stages.axis, communicator)
+            know_mesh(store.parameter_mesh, self, communicator.calls, stages=stages)
             watch_functions()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
@@ -170,8 +174,6 @@ class ParallelModule(ModuleInspection):
             self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
         )
         bind_submodules(made)
-        made._others = self._others
-        stand_in(made, made._others)
         made._attributes = Attributes.of(made, self._attributes)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
@@ -186,7 +188,7 @@ class ParallelModule(ModuleInspection):
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
         """
-        end_native_step()  # of an optimizer that raised in it
+        end_step()  # of an optimizer that raised in it
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
@@ -222,13 +224,11 @@ class ParallelModule(ModuleInspection):
     def _differentiable(self, name: str, whole: Tensor) -> Tensor:
         """The whole parameter of this name, with gradients that reach it."""
         part = self._own_part(name)
-        if part is None or not (part.requires_grad and torch.is_grad_enabled()):
-            return whole
-        return call_function(_Whole, part, whole)
+        return as_computed(part, whole) if part.requires_grad and torch.is_grad_enabled() else whole
 
-    def _own_part(self, name: str) -> Tensor | None:
+    def _own_part(self, name: str) -> Any:
         table, last = self._store.slot(name)
-        return table.get(last)
+        return table[last]
 
     def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
         self._enter(f"{part!r}{_SAME_INPUTS} {{}}", lambda: (None, named_tensors(args, kwargs)))
@@ -334,11 +334,6 @@ class ParallelModule(ModuleInspection):
         executor.begin_step()
         values = run_step(executor, executor.take_parts(tensors), seed)
         executor.update_buffers(values)
-        if executor.stages.is_pipeline:
-            self._give_nothing_a_gradient(values)
-            for value in values.values():
-                if value.requires_grad:
-                    on_gradient(value, self._mark_gradients_later)
         one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '')}"
         outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
         outputs = cut_outputs(executable.program.outputs, outputs, cuts)
@@ -391,19 +386,6 @@ class ParallelModule(ModuleInspection):
 def _read(x: Any, *, but: tuple[type[LateTensor], ...] = ()) -> Any:
     """`x`, whole if it is an output that has not been read; what goes from call to call in parts stays, and `but`."""
     return x.whole() if isinstance(x, LateTensor) and not isinstance(x, (CarriedTensor, *but)) else x
-
-
-class _Whole(torch.autograd.Function):
-    """A whole tensor as if computed of the parameter of which it is; every rank has the same gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: DTensor, whole: Tensor) -> Tensor:
-        ctx.like = part
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return laid_as(gradient, ctx.like), None
 
 
 def _plain(x: Any) -> Any:

@@ -21,7 +21,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
 
-__all__ = ["release_later", "run_step", "spread_overflow", "spreading"]
+__all__ = ["release_later", "run_step"]
 
 Gradients = Sequence[Tensor | None]
 
@@ -75,17 +75,9 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     gradients = step.gradients()
     if executor.stages.is_pipeline:
         sum_over_groups(step, gradients)
-    gradients = step.stored_gradients(gradients)
+    gradients = _with_others(step, step.stored_gradients(gradients))
     sources = _sources(step)
-    # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
-    is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
-    results[loss] = release_later(
-        results[loss],
-        [gradients.get(name) for name in sources],
-        list(sources.values()),
-        spreading(executor),
-        is_scaled=is_half,
-    )
+    results[loss] = release_later(results[loss], [gradients.get(name) for name in sources], list(sources.values()))
     return results
 
 
@@ -114,35 +106,15 @@ def _run_with_tail(step: StepRunner) -> dict[str, Tensor]:
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:
     """What the caller may want a gradient of, by name: inputs of the program and parameters."""
-    return {**step.values.differentiable_inputs, **step.trained}
+    return {**step.values.differentiable_inputs, **step.trained, **step.trained_elsewhere}
 
 
-def spreading(executor: Executor) -> Callable[[Gradients], None] | None:
-    """How an overflow in the gradients of some stages spreads to all of them; None: there are no stages."""
-    talk, stages = executor.communicator, executor.stages
-    if not stages.is_pipeline:
-        return None
-
-    def spread(gradients: Gradients) -> None:
-        spread_overflow(gradients, lambda flag: talk.all_reduce(flag.to(talk.device), stages.axis, "max"))
-
-    return spread
-
-
-def spread_overflow(gradients: Gradients, any_rank: Callable[[Tensor], Tensor]) -> None:
-    """Where some rank's gradients are not finite, make every rank's not finite: a gradient scaler, which looks on the
-    devices of one stage only, then skips the step on all of them.
-
-    Args:
-        gradients: of this rank, changed in place.
-        any_rank: a scalar that is 1.0 or 0.0 here -> the largest on all ranks.
-    """
-    locals_ = _locals(gradients)
-    flags = [local.isfinite().all().logical_not().to(locals_[0].device) for local in locals_]
-    is_bad = any_rank(torch.stack(flags).any().float() if flags else torch.zeros(())) > 0
-    for local in locals_:
-        first = local.view(-1)[:1]
-        first.copy_(torch.where(is_bad.to(first.device), torch.inf, first))
+def _with_others(step: StepRunner, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """These, and gradients without elements of what gets its gradient on other ranks in this step."""
+    program = step.executor.executable.program
+    reached = {program.parameters[x] for x in step.values.differentiated if x in program.parameters}
+    others = {name: p for name, p in step.trained_elsewhere.items() if name in reached}
+    return gradients | {name: torch.zeros_like(p, requires_grad=False) for name, p in others.items()}
 
 
 def _locals(gradients: Gradients) -> list[Tensor]:
@@ -152,36 +124,22 @@ def _locals(gradients: Gradients) -> list[Tensor]:
 # --- where the caller's backward enters
 
 
-def release_later(
-    loss: Tensor,
-    gradients: Gradients,
-    sources: Sequence[Tensor],
-    spread: Callable[[Gradients], None] | None = None,
-    *,
-    is_scaled: bool = False,
-) -> Tensor:
+def release_later(loss: Tensor, gradients: Gradients, sources: Sequence[Tensor]) -> Tensor:
     """`loss` with a backward that gives `gradients` to `sources`, scaled by the gradient that comes in.
 
     Args:
         loss: a scalar outside autograd.
         gradients: one per source.
         sources: where they go; there may be none, and the loss is differentiable all the same.
-        spread: see `spread_overflow`.  Called if they are scaled (by a gradient scaler): with stages an overflow may be
-            in one of them only.
-        is_scaled: expect a gradient scaler, even where its scale is 1.
     """
-    return _as_outputs([loss], _Release(list(gradients), spread, is_scaled), sources)[0]
+    return _as_outputs([loss], _Release(list(gradients)), sources)[0]
 
 
 class _Release:
     """Gradients that wait for ``loss.backward()``; they can be taken once."""
 
-    def __init__(
-        self, gradients: list[Tensor | None], spread: Callable[[Gradients], None] | None, is_scaled: bool
-    ) -> None:
+    def __init__(self, gradients: list[Tensor | None]) -> None:
         self._gradients: list[Tensor | None] | None = gradients
-        self._spread = spread
-        self._is_scaled = is_scaled
 
     def __call__(self, incoming: list[Tensor | None]) -> Gradients:
         """The gradients, times the one of the loss."""
@@ -195,8 +153,6 @@ class _Release:
         assert scale is not None
         for local in _locals(gradients):
             local.mul_(scale.to(local))
-        if self._spread is not None and (self._is_scaled or float(scale) != 1.0):
-            self._spread(gradients)
         return gradients
 
 
@@ -226,12 +182,8 @@ class _BackwardHalf:
         gradients = step.gradients()
         if is_pipeline:
             sum_over_groups(step, gradients)
-        gradients = step.stored_gradients(gradients)
-        ordered = [gradients.get(name) for name in self.sources]
-        spread = spreading(executor)
-        if spread is not None:
-            spread(ordered)  # whether they are scaled can't be seen here
-        return ordered
+        gradients = _with_others(step, step.stored_gradients(gradients))
+        return [gradients.get(name) for name in self.sources]
 
 
 def _as_outputs(

@@ -27,7 +27,7 @@ from autopar.program import Program
 from autopar.schedules.action_lists import Action
 from autopar.step.actions import LayerAction, StepActions
 
-__all__ = ["BACKWARD", "FORWARD", "StepRunner", "trained_parameters"]
+__all__ = ["BACKWARD", "FORWARD", "StepRunner", "trained_elsewhere", "trained_parameters"]
 
 FORWARD = frozenset({"F", "SEND_F", "RECV_F"})
 BACKWARD = frozenset({"B", "I", "W", "SEND_B", "RECV_B"})
@@ -47,13 +47,23 @@ def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
                 trained.setdefault(id(parameter), (name, parameter))
     named = dict(trained.values())
     if executor.stages.is_pipeline:
-        _check_trained(executor.executable.program, named.keys())
+        _check_trained(executor.executable.program, named.keys() | trained_elsewhere(executor).keys())
     return named
 
 
+def trained_elsewhere(executor: Executor) -> dict[str, nn.Parameter]:
+    """The parameters of other pipeline stages that get gradients there; those of this rank have no elements."""
+    stages, store = executor.stages, executor.store
+    if not stages.is_pipeline:
+        return {}
+    names = dict.fromkeys(store.first_name.get(name, name) for name in stages.holders)
+    others = [name for name in names if name in store.stored and stages.group not in store.stored[name].groups]
+    named = {name: store.module.get_parameter(name) for name in others}
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
 def _check_trained(program: Program, trained: Set[str]) -> None:
-    frozen = {name for value, name in program.parameters.items() if not program.values[value].requires_grad}
-    thawed = sorted(trained & frozen) if program.training else []
+    thawed = sorted(trained & set(program.frozen)) if program.training else []
     if thawed:
         raise PlanMismatchError(
             f"parameter {thawed[0]!r} requires a gradient, but was frozen when the model was parallelized, and the "
@@ -70,6 +80,7 @@ class StepRunner:
         actions: what it does.
         values: what goes through the layers.
         trained: the parameters that get gradients, by name.
+        trained_elsewhere: those of other stages.
     """
 
     def __init__(
@@ -83,6 +94,7 @@ class StepRunner:
         self._parameters = {index: self._of_layer(index) for index in executor.runners}
         self._passes: dict[tuple[int, int], LayerPass] = {}
         self.trained = trained_parameters(executor)
+        self.trained_elsewhere = trained_elsewhere(executor)
         self._names = {id(parameter): name for name, parameter in self.trained.items()}
         self._gradients: dict[str, Tensor] = {}  # local parts
         self._reductions = dict.fromkeys(executor.runners, 0)  # since gradients were taken

@@ -9,12 +9,14 @@ from types import MethodType
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import SubmoduleError
-from autopar.lower.compat import not_compiled
+from autopar.lower.compat import module_tables, not_compiled
+from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.run.generation import generation_methods
 
-__all__ = ["bind_submodules"]
+__all__ = ["bind_submodules", "save_own_parts"]
 
 
 def bind_submodules(root: nn.Module) -> None:
@@ -27,6 +29,26 @@ def bind_submodules(root: nn.Module) -> None:
         for method, function in {"forward": _forward(name, kind), **generation_methods(kind)}.items():
             vars(module)[method] = MethodType(function, module)
         vars(module)["_parallel_root"] = weakref.ref(root)
+
+
+def save_own_parts(root: nn.Module) -> None:
+    """Have ``state_dict()`` of `root` and of its submodules give what this rank's pipeline stages have.
+
+    These are ordinary DTensors of the stage's ranks: torch.distributed.checkpoint saves each from its own ranks.
+    """
+    modules = cast("Iterable[Any]", root.modules())
+    for module in modules:
+        module.register_state_dict_post_hook(_keep_own_parts)
+
+
+def _keep_own_parts(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
+    root: Any = module.__dict__.get("_parallel_root", lambda: module)()
+    for name, parameter in module_tables(module).parameters.items():
+        value = state.get(prefix + name)
+        if is_elsewhere(value):
+            del state[prefix + name]
+        elif isinstance(value, DTensor) and value is not parameter and root is not None:
+            state[prefix + name] = root._store.on_device_mesh(value)
 
 
 def _forward(name: str, kind: Any) -> Callable[..., Any]:
