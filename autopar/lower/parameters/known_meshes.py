@@ -26,7 +26,7 @@ from autopar.lower.parameters.other_stages import StageTensors, is_elsewhere
 
 __all__ = [
     "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "placements_of",
-    "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stages_of",
+    "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stage_state", "stages_of",
 ]  # fmt: skip
 
 
@@ -136,6 +136,14 @@ def stage_norms(tensors: Sequence[DTensor], order: float) -> list[Tensor]:
     assert stages is not None
     with _reading(_calls(tensors[0]), f"norms of {len(tensors)} parameters or gradients"), torch.no_grad():
         return stages.norms(tensors, order)
+
+
+def stage_state(own: Any, parameter: DTensor) -> Any:
+    """What an optimizer has of a parameter of pipeline stages, whole; every rank calls it, with its own or None."""
+    stages = stages_of(parameter)
+    assert stages is not None
+    with _reading(_calls(parameter), "an optimizer's state"), torch.no_grad():
+        return stages.state(own, parameter)
 
 
 def share_largest(like: DTensor, x: Tensor) -> None:

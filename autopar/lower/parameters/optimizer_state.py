@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from autopar.errors import ModelError, OptimizerError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.full_state import SAVE_INSTEAD
-from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole
+from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole, stage_state, stages_of
 
 __all__ = ["fit_loaded_state", "refuse_file", "whole_optimizer_state"]
 
@@ -22,7 +22,7 @@ _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary(
 
 
 def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole plain tensors; every rank calls it.
+    """``optimizer.state_dict()`` with whole plain tensors, of all pipeline stages; every rank calls it.
 
     Args:
         optimizer: any.
@@ -38,8 +38,16 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
         return x.detach().to("cpu" if on_host else x.device, copy=True)
 
     with torch.no_grad():
-        state = map_leaves(whole, optimizer.state_dict())
-    return state if keeps else {}
+        given = optimizer.state_dict()
+        states, own = given["state"], dict[Any, Any]()
+        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            state = states.pop(place, None)
+            if isinstance(parameter, DTensor) and stages_of(parameter) is not None:
+                state = stage_state(state, parameter)
+            own |= {} if state is None else {place: map_leaves(whole, state)}
+        rest = {name: map_leaves(whole, x) for name, x in given.items() if name != "state"}
+        own |= map_leaves(whole, states)  # what is there of no parameter
+    return {"state": own, **rest} if keeps else {}
 
 
 def fit_loaded_state(optimizer: Optimizer) -> None:
@@ -51,12 +59,12 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
     if _FITTED.get(optimizer) is optimizer.param_groups:
         return
     for group in optimizer.param_groups:
-        if missing := [name for name in optimizer.defaults if name not in group]:
+        # torch adds "differentiable" to the defaults when it loads a state, also of optimizers without such a setting.
+        if missing := [name for name in optimizer.defaults if name not in group and name != "differentiable"]:
             raise OptimizerError(
                 f"the loaded state of {type(optimizer).__name__} has no {', '.join(missing)} for "
-                f"{len(group['params'])} parameters: with pipeline stages a rank's optimizer has its own parameters "
-                "only, and a checkpoint has one list of groups for all ranks. Save and load with the option "
-                "StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
+                f"{len(group['params'])} parameters: it was saved of other groups of parameters. Save and load with the "
+                "option StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
                 "set_optimizer_state_dict (docs/checkpoints.md)"
             )
     _FITTED[optimizer] = optimizer.param_groups

@@ -9,7 +9,8 @@ tensor comes from the ranks that hold it, which call the same function.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import from_torch_placement, local_part_of, local_tensor, tensor_norms
+from autopar.lower.compat import (
+    from_torch_placement,
+    leaves_of,
+    local_part_of,
+    local_tensor,
+    map_leaves,
+    tensor_norms,
+)
 from autopar.placement import REPLICATE, Axis, Layout, mesh_axes, reshard
 
 __all__ = ["StageTensors", "empty_part", "is_elsewhere", "layout_of"]
@@ -38,6 +46,22 @@ def empty_part(x: Tensor) -> Tensor:
     return x.new_empty((0, *x.shape[1:]))
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Of a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_host: bool
+
+    @classmethod
+    def of(cls, x: Any) -> Any:
+        """That of a tensor; anything else as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        return cls(tuple(x.shape), x.dtype, x.device.type == "cpu" and not isinstance(x, DTensor))
+
+
 @dataclass(frozen=True, eq=False)
 class StageTensors:
     """Reads DTensors of pipeline stages; every rank of all stages calls each method, with its own parts.
@@ -54,16 +78,47 @@ class StageTensors:
 
     def whole(self, x: DTensor) -> Tensor:
         """The whole plain tensor, from the first device group that has parts of it."""
-        talk, is_here = self.communicator, not is_elsewhere(x)
-        group = self.axis.coordinate(talk.rank)
-        owner = talk.all_reduce(torch.tensor(float(-group if is_here else -self.axis.size), device=talk.device),
-                                self.axis, "max")  # fmt: skip
-        whole = torch.empty(x.shape, dtype=x.dtype, device=talk.device)
-        if is_here:
+        return self._shared(_Form.of(x), None if is_elsewhere(x) else x, self._holder(x))
+
+    def state(self, own: Any, parameter: DTensor) -> Any:
+        """What an optimizer has of a parameter where that has parts, with whole plain tensors; `own` is this rank's."""
+        owner, is_here = self._holder(parameter), not is_elsewhere(parameter)
+        form = self._form(map_leaves(_Form.of, own), owner)
+        leaves: Iterator[Any] = iter(leaves_of(own) if is_here else ())
+
+        def shared(entry: Any) -> Any:
+            x = next(leaves, None)
+            return self._shared(entry, x, owner) if isinstance(entry, _Form) else entry
+
+        return map_leaves(shared, form)
+
+    def _holder(self, x: DTensor) -> int:
+        """The first device group that has parts of it."""
+        place = self.axis.size if is_elsewhere(x) else self.axis.coordinate(self.communicator.rank)
+        first = torch.tensor(-float(place), device=self.communicator.device)
+        return -int(self.communicator.all_reduce(first, self.axis, "max"))
+
+    def _shared(self, form: _Form, x: Tensor | None, owner: int) -> Tensor:
+        """The whole of a tensor of this form that a device group has; `x` is this rank's, None where there is none."""
+        talk = self.communicator
+        whole = torch.empty(form.shape, dtype=form.dtype, device=talk.device)
+        if isinstance(x, DTensor):
             layout = layout_of(x)
             steps = reshard(layout, (REPLICATE,) * len(layout), self.mesh)
             whole = apply_forward(local_part_of(x).to(talk.device), steps, talk).contiguous()
-        return talk.broadcast(whole, self.axis, -int(owner))
+        elif x is not None:
+            whole = x.to(talk.device)
+        whole = talk.broadcast(whole, self.axis, owner)
+        return whole.cpu() if form.is_on_host else whole
+
+    def _form(self, own: Any, owner: int) -> Any:
+        """An object that a device group has, on every rank."""
+        talk, text = self.communicator, pickle.dumps(own)
+        length = talk.broadcast(torch.tensor(len(text), device=talk.device), self.axis, owner)
+        padded = bytearray(text.ljust(int(length), b"\0")[: int(length)])
+        sent = torch.frombuffer(padded, dtype=torch.uint8).to(talk.device)
+        came: Any = talk.broadcast(sent, self.axis, owner).cpu()
+        return pickle.loads(bytes(came.tolist()))
 
     def largest(self, x: Tensor) -> Tensor:
         """Entry by entry, the largest of the plain tensors that the stages have."""

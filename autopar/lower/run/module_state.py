@@ -73,21 +73,11 @@ class ModuleState(nn.Module):
             optimizer: of this model's parameters.
             rank: only this rank gets it, on the CPU, and others an empty dict.
 
-        Raises:
-            ModelError: there are pipeline stages, on each of which an optimizer numbers its own parameters.
-
         Example:
             >>> state = {"model": model.full_state_dict(0), "optimizer": model.full_optimizer_state_dict(optimizer, 0)}
             >>> if dist.get_rank() == 0:
             ...     torch.save(state, "checkpoint.pt")
         """
-        if self._executor.stages.is_pipeline:
-            raise ModelError(
-                "with pipeline stages an optimizer numbers the parameters of its own stages, so that its state has no "
-                "form that one device knows: save get_optimizer_state_dict(model, optimizer, "
-                "options=StateDictOptions(flatten_optimizer_state_dict=True)) with torch.distributed.checkpoint, which "
-                "goes by names"
-            )
         self._enter("full_optimizer_state_dict {}", lambda: (None, ()))
         keeps = rank is None or rank == self._communicator.rank
         return whole_optimizer_state(optimizer, keeps=keeps, on_host=rank is not None)
