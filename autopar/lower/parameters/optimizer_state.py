@@ -63,8 +63,8 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
         if missing := [name for name in optimizer.defaults if name not in group and name != "differentiable"]:
             raise OptimizerError(
                 f"the loaded state of {type(optimizer).__name__} has no {', '.join(missing)} for "
-                f"{len(group['params'])} parameters: it was saved of other groups of parameters. Save and load with the "
-                "option StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
+                f"{len(group['params'])} parameters: it was saved of other groups of parameters. Save and load with "
+                "the option StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
                 "set_optimizer_state_dict (docs/checkpoints.md)"
             )
     _FITTED[optimizer] = optimizer.param_groups
