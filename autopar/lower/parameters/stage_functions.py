@@ -27,7 +27,8 @@ _VIEWS = frozenset(
 _NORMS = (foreach_norm, _torch.linalg.vector_norm, _torch.norm, _torch.Tensor.norm)
 _COPIES = frozenset({
     "clone", "detach", "detach_", "to", "float", "double", "half", "bfloat16", "type", "cpu", "cuda", "contiguous",
-    "alias", "zeros_like", "ones_like", "full_like", "empty_like", "requires_grad_", "neg", "abs", "sqrt", "square", "sign",
+    "alias", "zeros_like", "ones_like", "full_like", "empty_like", "requires_grad_", "neg", "abs", "sqrt", "square",
+    "sign",
 })  # fmt: skip
 """Of one tensor, entry by entry."""
 
