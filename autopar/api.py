@@ -39,6 +39,7 @@ from autopar.planning.arguments import (
     training_spec,
 )
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, executable_of, trace_model
+from autopar.planning.call_traces import CallTraces
 from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments
@@ -464,7 +465,7 @@ def call_planner(
 ) -> CallPlanner:
     """A planner of calls of `model` in eval mode and with inputs of other forms; `traced` training runs by `plan`.
 
-    `finish` is as in `CallPlanner`.  Prices are deterministic and equal on all ranks, so all ranks find the same plans.
+    `finish` is as in `CallTraces`.  Prices are deterministic and equal on all ranks, so all ranks find the same plans.
     """
     setup = setup or Setup()
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=plan.world_size), None)
@@ -472,6 +473,5 @@ def call_planner(
         plan.memory_limit_bytes, setup.training, plan.constraints, schedules=schedule_actions,
         memory_error=plan.memory_error,
     )  # fmt: skip
-    return CallPlanner(
-        model, traced, plan, prices, request, dtype=setup.dtype, device_type=setup.device_type, finish=finish
-    )
+    traces = CallTraces(model, traced, plan, dtype=setup.dtype, device_type=setup.device_type, finish=finish)
+    return CallPlanner(traces, traced, plan, prices, request)

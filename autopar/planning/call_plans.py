@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.attribute_owners import attributes_of
 from autopar.errors import (
     ExampleInputsError,
     InfeasibleError,
@@ -24,14 +23,14 @@ from autopar.errors import (
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
-from autopar.lower.run.attributes import THAWED, Settings
+from autopar.lower.run.attributes import Settings
 from autopar.lower.run.call_executors import MOST_FORMS
-from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
 from autopar.plan.prediction import Prediction
+from autopar.planning.call_traces import CallTraces, Mode, shape_of
 from autopar.planning.padded_calls import (
     as_any_length,
     as_longer,
@@ -42,9 +41,8 @@ from autopar.planning.padded_calls import (
     with_rows,
     with_size,
 )
-from autopar.planning.splitting import variant_like
 from autopar.program import Program
-from autopar.search import SearchRequest, check_known, plan_like, reuse_plan, stages_of
+from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
@@ -52,13 +50,9 @@ from autopar.trace import (
     PaddingError,
     Traced,
     as_batch,
-    as_model,
-    bind,
-    can_be_read,
     check_memory,
     check_one_graph,
     compare,
-    copy_with,
     default_example_inputs,
     ignored_labels,
     reading_last_entry,
@@ -72,15 +66,11 @@ __all__ = [
     "as_call",
     "example_call",
     "executable_of",
-    "on_meta",
-    "shape_of",
     "stored_as",
     "trace_model",
 ]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
-_Mode = tuple[bool, str, torch.dtype | None]  # in training mode, the submodule that is called, autocast's dtype
-_MOST_TRACES = 8  # those that padding asks for again are recent; each holds as much as an executable
 _LOGGER = logging.getLogger("autopar")
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
@@ -132,51 +122,32 @@ class CallPlanner:
     without talking to each other.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        traced: Traced,
-        plan: Plan,
-        prices: Prices,
-        request: SearchRequest,
-        *,
-        dtype: torch.dtype | None = None,
-        device_type: str = "cpu",
-        finish: Callable[[Traced], Traced] = lambda traced: traced,
-    ) -> None:
+    def __init__(self, traces: CallTraces, traced: Traced, plan: Plan, prices: Prices, request: SearchRequest) -> None:
         """Nothing is planned yet.
 
         Args:
-            model: its values are not kept.
+            traces: of the model.
             traced: what the model does in the calls that it was parallelized for, finished.
             plan: of its program; it says where parameters are.
             prices: of the devices.
             request: how calls in training mode are searched for.
-            dtype: as in `trace_model`, and so is `device_type`.
-            finish: applied to what is traced.
         """
-        self._twin = on_meta(model)
+        self._traces = traces
         self._first = traced.program, plan
-        self._traced: dict[_Mode, list[tuple[Settings, Traced]]] = {(traced.program.training, "", None): [((), traced)]}
         self._prices = prices
         self._request = request
-        self._dtype = dtype
-        self._device_type = device_type
-        self._finish = finish
         self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
-        self._made: dict[_Mode, list[Executable]] = {}
+        self._made: dict[Mode, list[Executable]] = {}
         self._groups: tuple[Executable, ...] = ()
-        self._reads = traced.reads
-        self._settings: Settings = ()  # of the twin
-        self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
-        self._modes = [(module, module.training) for module in self._twin.modules()]
+
+    @property
+    def reads(self) -> frozenset[tuple[str, str]]:
+        """See `ExecutablePlanner.reads`."""
+        return self._traces.reads
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """The submodule as it was, with these parameters and buffers, by their names in the model."""
-        original = self._twin.get_submodule(part)
-        named = (*original.named_parameters(), *original.named_buffers())
-        ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
-        return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
+        """See `CallTraces.submodule`."""
+        return self._traces.submodule(part, tensors)
 
     def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: tuple[int, int]) -> tuple[Executable, ...]:
         """What the groups of the plan run, each a row, in steps that come with calls as this one in training, which has
@@ -188,12 +159,12 @@ class CallPlanner:
         plan = self._first[1]
         if self._groups or not plan.groups:
             return self._groups
-        mode: _Mode = (True, "", None)
-        self._set((), is_training=True)
+        mode: Mode = (True, "", None)
+        self._traces.set((), is_training=True)
         made: list[Executable] = []
         for group in plan.groups:
             call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), size, (1, group.tokens))
-            traced = self._trace(*call, mode)
+            traced = self._traces.trace(*call, mode)
             own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
             check_fit(own, traced.program, group.decisions.world_size)
             _check_stages(StageMap(traced.program, own, 0), StageMap(*self._first, 0))
@@ -222,19 +193,19 @@ class CallPlanner:
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
         made = self._made.setdefault((is_training, part, autocast), [])
-        self._set(settings, is_training)
+        self._traces.set(settings, is_training)
         for executable in made:
             with suppress(InputShapeError):
-                if executable.settings != self._read(settings):
+                if executable.settings != self._traces.read(settings):
                     continue
                 executable.read_inputs(args, kwargs)
                 return executable
-        traced = self._trace(args, kwargs, (is_training, part, autocast))
+        traced = self._traces.trace(args, kwargs, (is_training, part, autocast))
         executable = None
         if not is_training and not part and not traced.program.carried and is_growing(traced.program, made):
             executable = self._of_any_length(traced, (args, kwargs), autocast)
         executable = executable or self._of_this_form(traced, (args, kwargs), is_training, part, autocast)
-        made.insert(0, executable._replace(settings=self._read(settings)))
+        made.insert(0, executable._replace(settings=self._traces.read(settings)))
         del made[MOST_FORMS:]
         return made[0]
 
@@ -260,66 +231,6 @@ class CallPlanner:
         except InfeasibleError as error:
             inputs = ", ".join(f"{name} {list(program.type_of(name).shape)}" for name in program.inputs)
             raise type(error)(f"a call with {inputs}: {error}") from error
-
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: _Mode) -> Traced:
-        """What such a call does; padding asks again for forms that came before."""
-        is_training, part, autocast = mode
-        model = as_model(self._twin, part)
-        positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
-        known = self._traced.setdefault(mode, [])
-        for settings, traced in known:
-            if settings != self._settings:
-                continue
-            with suppress(InputShapeError):
-                given = zip(traced.program.inputs, traced.flatten_inputs(positional, named), strict=True)
-                if all(x.requires_grad == traced.program.values[name].requires_grad for name, x in given):
-                    return traced
-        try:
-            bind(model, positional, named)
-        except ExampleInputsError as error:
-            raise InputShapeError(str(error)) from error
-        with torch.autocast("cpu", enabled=False):  # which this may be called in
-            traced = trace(
-                model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
-                device_type=self._device_type, stages_of=stages_of(*self._first),
-            )  # fmt: skip
-        traced = replace(traced, program=variant_like(traced.program, self._first[0]))
-        traced = self._finish(require_target(model, traced) if is_training else traced)
-        known.insert(0, (self._settings, traced))
-        del known[_MOST_TRACES:]
-        self._reads |= traced.reads
-        return traced
-
-    def _set(self, settings: Settings, is_training: bool) -> None:
-        """Have the twin's attributes be the model's, which is in training mode or not."""
-        for path, name, value in self._settings:
-            if name == THAWED:
-                self._set_trained(value, is_trained=False)
-            else:
-                attributes_of(self._twin, path)[name] = self._before[path, name]
-        for module, own in self._modes:  # a norm may be frozen in a model that trains
-            module.training = own if is_training == self._modes[0][1] else is_training
-        for path, name, value in settings:
-            if name == THAWED:
-                self._set_trained(value, is_trained=True)
-                continue
-            own = attributes_of(self._twin, path)
-            self._before.setdefault((path, name), own.get(name))
-            own[name] = value
-        self._settings = settings
-
-    def _set_trained(self, names: Sequence[str], *, is_trained: bool) -> None:
-        for name in names:
-            self._twin.get_parameter(name).requires_grad_(is_trained)
-
-    def _read(self, settings: Settings) -> Settings:
-        """Those that some program was made with."""
-        return tuple(entry for entry in settings if entry[:2] in self._reads or entry[1] == THAWED)
-
-    @property
-    def reads(self) -> frozenset[tuple[str, str]]:
-        """See `ExecutablePlanner.reads`."""
-        return self._reads
 
     def _of_mode(self, is_training: bool) -> SearchRequest:
         if is_training:
@@ -350,9 +261,9 @@ class CallPlanner:
         for longest in [] if key in self._no_lengths else lengths:
             given: Call = with_size(map_leaves(shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
             try:
-                long = self._trace(*given, (False, "", autocast))
+                long = self._traces.trace(*given, (False, "", autocast))
                 comparison = compare(short, long, {})
-                check_one_graph(self._twin, *given, range(2, longest + 1))
+                check_one_graph(self._traces.twin, *given, range(2, longest + 1))
                 program = reading_last_entry(long.program, comparison.last)
                 plan = self._plan(program, self._of_mode(False), made)
                 note = f"texts run as {longest} places: none sees those that are added"
@@ -377,7 +288,7 @@ class CallPlanner:
         for longer in padded_rows(rows, [*known, *((each.program, each.plan) for each in made)]):
             args, kwargs = with_size(map_leaves(shape_of, call), 0, rows, longer)
             try:
-                long = self._trace(args, kwargs, (is_training, part, autocast))
+                long = self._traces.trace(args, kwargs, (is_training, part, autocast))
                 fills = ignored_labels(long.program)
                 comparison = compare(short, long, fills, has_copies=True)
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, PaddingError) as error:
@@ -433,32 +344,9 @@ def _family_members(plan: Plan, program: Program) -> list[tuple[int, Plan]]:
     ]
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
-    made: dict[int, Tensor] = {}
-
-    def swap(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    return copy_with(model, [*model.parameters(), *model.buffers()], swap)
-
-
 def executable_of(traced: Traced, plan: Plan, *, keeps_copies: bool = False) -> Executable:
     """What runs the calls that were traced, by a plan."""
     return Executable(
         traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
         read_values=frozenset(traced.read_values),
     )  # fmt: skip
-
-
-def shape_of(x: Any) -> Any:
-    """A tensor's form, as a tensor on the meta device; anything else as it is, and what forward may read in Python."""
-    if isinstance(x, CarriedTensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if isinstance(x, Tensor) and not x.is_meta and can_be_read(x.shape, x.dtype):
-        return x.detach().cpu()
-    return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -20,7 +20,7 @@ from autopar.schedules import schedule_names
 from autopar.schedules.action_lists import peak_in_flight
 from autopar.search import SearchRequest, TrainingSpec, plan_like, plan_search, search
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
-from autopar.search.pipeline.pipeline_search import dividing_counts
+from autopar.search.pipeline.pipeline_numbers import dividing_counts
 from autopar.step.prices import HostLink
 from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model

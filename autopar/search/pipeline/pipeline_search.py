@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.errors import ConstraintError
-from autopar.schedules import Shape, schedule_problem
+from autopar.schedules import Shape
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, make_candidate_set
-from autopar.search.constraints import check_degrees
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches import TimeAssignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import LeastSeconds, least_step_s
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
+from autopar.search.pipeline.pipeline_numbers import FIRST_MICROBATCHES, PipelineNumbers
 from autopar.search.pipeline.refinement import refine
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
 from autopar.search.pipeline.schedule_estimates import idle_of, is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
-__all__ = ["PipelineSearch", "dividing_counts"]
+__all__ = ["PipelineSearch"]
 
 Array = npt.NDArray[np.float64]
 
 _FEW = 10  # so many pairs of numbers are all searched; of more, those on a walk to the best
 _MAX_TRIED = 12  # on that walk: each takes about as long as a search without stages
-# Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
-# are, and so it is rarely far from the best.
-_FIRST_MICROBATCHES = 2
-# The most for each device group: with so many the bubble of 1F1B is 11 % of a step.  With 4, which leaves 20 %,
-# a mixture of 671B parameters on 2048 devices was predicted 12 % slower.
-_MOST_MICROBATCHES = 8
 # What stands for the seconds of pipelines that are ruled out: those with fewer device groups idle less, so that the
 # walk goes on that way, and any that is not ruled out is better.
 _RULED_OUT_S = 1e9
@@ -58,10 +51,13 @@ class PipelineSearch:
     notes: list[str] = field(default_factory=list[str])
     _enough_s: float = math.inf
     _too_slow: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # all shapes of these
-    _assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
     _contexts: dict[tuple[int, frozenset[int]], SearchContext] = field(
         default_factory=dict[tuple[int, frozenset[int]], SearchContext]
     )
+
+    @cached_property
+    def _numbers(self) -> PipelineNumbers:
+        return PipelineNumbers(self.context, self.demands)
 
     def run(self, enough_s: float = math.inf) -> PipelineResults:
         """The pipelines that were looked at, and lower bounds on their seconds.
@@ -70,13 +66,8 @@ class PipelineSearch:
         """
         self._enough_s = enough_s
         results = PipelineResults(self.schedules, self.limit_bytes)
-        counts = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
-        self._check_possible(counts)
-        # Numbers that no schedule can run with say nothing about those around them.
-        counts = {
-            groups: [count for count in own if any(True for _ in self._shapes(groups, count))]
-            for groups, own in counts.items()
-        }
+        counts, notes = self._numbers.counts()
+        self.notes.extend(notes)
         if sum(map(len, counts.values())) <= _FEW:
             for groups, own in counts.items():
                 # The most promising first: what it finds, and what its layers take, rule others out.
@@ -98,13 +89,7 @@ class PipelineSearch:
 
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
         """The most promising first, but the least first where demands have yet to be met."""
-        return (abs(math.log2(count / (_FIRST_MICROBATCHES * groups))) if self.context.settled else 0.0), count
-
-    def _first_count(self, groups: int, counts: Sequence[int]) -> int:
-        """Microbatches with which a walk begins: fewer where one of them would have less than a row for each node."""
-        nodes = max(1, self.context.num_devices // groups // self.context.prices.devices_per_node)
-        rows = self.context.program.batch_size // nodes
-        return min(counts, key=lambda count: abs(count - max(groups, min(rows, _FIRST_MICROBATCHES * groups))))
+        return (abs(math.log2(count / (FIRST_MICROBATCHES * groups))) if self.context.settled else 0.0), count
 
     def _walk_to_best(self, counts: dict[int, list[int]], search: Callable[[int, int], float]) -> None:
         """From numbers in the middle, or those that were the best of an earlier search, to numbers of microbatches that
@@ -142,7 +127,7 @@ class PipelineSearch:
             is_known, known.numbers, known.inner_sizes = False, (0, 0), frozenset()
         if not is_known:
             groups = ordered[len(ordered) // 2]
-            count = self._first_count(groups, counts[groups])
+            count = self._numbers.first_count(groups, counts[groups])
         share = other_counts(groups, count) / groups
         near = {other: min(counts[other], key=lambda count: abs(count - share * other)) for other in ordered}
         at = ordered.index(groups)
@@ -152,72 +137,11 @@ class PipelineSearch:
         if best[0] != groups and tried[best] < self._enough_s:
             other_counts(*best)
 
-    def _check_possible(self, counts: dict[int, list[int]]) -> None:
-        """Raise if a pipeline is demanded but there is none; else note why there is none."""
-        if any(True for groups, own in counts.items() for count in own for _ in self._shapes(groups, count)):
-            return
-        reason = self._assignment(2)
-        exact = f"microbatches would not be exact: {reason}" if isinstance(reason, str) else ""
-        if self.demands.needs_pipeline:
-            tried = [
-                schedule_problem(self.demands.schedule, groups, self.demands.stages or groups, count)
-                for groups, own in counts.items()
-                for count in own
-                if self.demands.schedule
-            ]
-            why = "; ".join(filter(None, [*dict.fromkeys(tried), exact]))
-            raise ConstraintError(
-                f"no pipeline meets {', '.join(self.context.request.constraints)}" + (f": {why}" if why else "")
-                + ". Change or leave out one of these constraints"
-            )  # fmt: skip
-        if exact and counts:
-            self.notes.append(f"no pipeline stages: {exact}")
-
-    def _shapes(self, groups: int, count: int) -> Iterator[Shape]:
-        num_layers, training = len(self.context.program.layers), self.context.request.training
-        has_loss = self.context.program.has_loss_in_layers or not training.is_training
-        return self.demands.shapes(groups, num_layers, count, has_loss=has_loss, splits=not training.compiled)
-
-    def _group_counts(self) -> Iterator[int]:
-        context = self.context
-        for groups in self.demands.group_counts(context.num_devices, len(context.program.layers)):
-            try:
-                check_degrees(context.constraints, context.num_devices // groups)
-            except ConstraintError:
-                if self.demands.groups:
-                    raise
-                continue
-            yield groups
-
-    def _microbatch_counts(self, groups: int) -> Iterator[int]:
-        """The numbers of microbatches that may run on so many device groups."""
-        context = self.context
-        demanded = context.constraints.get("microbatches")
-        if isinstance(demanded, int):
-            assignment = self._assignment(demanded)
-            if isinstance(assignment, str):
-                raise ConstraintError(f"constraint 'microbatches={demanded}': {assignment}")
-            yield demanded
-            return
-        most = max(context.request.max_microbatches, _MOST_MICROBATCHES * groups)
-        # A microbatch is to divide over the devices of a demanded data degree.
-        demanded_data = max((dict(each.degrees).get("data", 1) for each in context.demands), default=1)
-        counts = dividing_counts(context.program.batch_size, demanded_data, context.num_devices // groups, most)
-        exact = list(takewhile(lambda count: not isinstance(self._assignment(count), str), counts))
-        yield from exact or [1]  # nothing else is possible
-
-    def _assignment(self, count: int) -> TimeAssignment | str:
-        if count not in self._assignments:
-            self._assignments[count] = time_assignment(
-                self.context.program, count, joins_outputs=True, per_microbatch=self.context.constraints.per_microbatch
-            )
-        return self._assignments[count]
-
     def _try_few_meshes(self, results: PipelineResults, groups: int, count: int) -> float:
         """As `_try`; once a pipeline is known that is fast enough, with the meshes of its usual layers, and those that
         give each device as many rows of a microbatch.
         """
-        known, usual = self.context.request.known, self._usual_sizes(groups, count)
+        known, usual = self.context.request.known, self._numbers.usual_sizes(groups, count)
         sizes, (of_groups, of_count) = known.inner_sizes, known.numbers
         if results.best_s < self._enough_s and results.best is not None:
             sizes, shape = results.best.inner_sizes, results.best.shape
@@ -230,18 +154,8 @@ class PipelineSearch:
         best = results.best
         if best is not None and best.step_s < self._enough_s:
             numbers = best.shape.num_groups, best.shape.num_microbatches
-            if best.candidates.context.inner_sizes != (usual := self._usual_sizes(*numbers)):
+            if best.candidates.context.inner_sizes != (usual := self._numbers.usual_sizes(*numbers)):
                 self._try(results, *numbers, usual)
-
-    def _usual_sizes(self, groups: int, count: int) -> frozenset[int]:
-        """Devices of inner axes: those of a node, or as many as it takes for each data rank to have a row of every
-        microbatch.  Any, where degrees are demanded.
-        """
-        devices = self.context.num_devices // groups
-        if any(each.degrees for each in self.context.demands):
-            return frozenset(range(1, devices + 1))
-        widest = max(self.context.prices.devices_per_node, devices * count // max(1, self.context.program.batch_size))
-        return frozenset(range(1, widest + 1))
 
     def _try(
         self, results: PipelineResults, groups: int, count: int, inner_sizes: frozenset[int] = frozenset()
@@ -249,11 +163,11 @@ class PipelineSearch:
         """Search all pipelines with so many device groups and microbatches; the seconds of the best of them."""
         key = groups, inner_sizes
         context = self._contexts.setdefault(key, self.context.on_groups(groups, inner_sizes))
-        assignment = self._assignment(count)
+        assignment = self._numbers.assignment(count)
         assert not isinstance(assignment, str)
         enough_s = min(self._enough_s, results.best_s)
         least = _least_layers(context, count)
-        bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
+        bounds = {shape: least_step_s(shape, *least) for shape in self._numbers.shapes(groups, count)}
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
         if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
             return self._rule_out(groups, count)
@@ -310,25 +224,6 @@ class PipelineSearch:
         if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * enough_s:
             return False
         return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
-
-
-def dividing_counts(batch: int, data: int, devices: int, most: int) -> list[int]:
-    """Numbers of microbatches, 2 to `most`, of which each divides over `data` devices.
-
-    They are powers of two.  Where microbatches don't divide over all devices of a group because the batch has odd
-    factors, they are the product of these factors and a power of two instead: of 15,360 rows on groups of 128 devices,
-    120 microbatches have a row for each device, and 64 or 128 have 1.9 or 0.9.
-
-    >>> dividing_counts(15360, 1, 128, 128)
-    [2, 4, 8, 15, 30, 60, 120]
-    """
-    powers = [2**exponent for exponent in range(1, most.bit_length()) if batch % 2**exponent == 0]
-    odd = max(1, batch // max(1, batch & -batch))
-    whole = [count for count in powers if batch % (count * devices) == 0]
-    if odd > 1 and whole != powers and 2 * odd <= most:
-        multiples = [odd * 2**exponent for exponent in range(most.bit_length()) if odd * 2**exponent <= most]
-        powers = sorted([*whole, *multiples])
-    return [count for count in powers if batch % (count * data) == 0]
 
 
 def _ideal_layers(context: SearchContext) -> Array:

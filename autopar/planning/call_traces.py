@@ -1,0 +1,152 @@
+"""What a model does in calls other than those that it was parallelized for, traced on a copy without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.attribute_owners import attributes_of
+from autopar.errors import ExampleInputsError, InputShapeError
+from autopar.lower.compat import map_leaves
+from autopar.lower.run.attributes import THAWED, Settings
+from autopar.lower.run.carried_tensor import CarriedTensor
+from autopar.plan import Plan
+from autopar.planning.splitting import variant_like
+from autopar.program import Program
+from autopar.search import stages_of
+from autopar.trace import Traced, as_model, bind, can_be_read, copy_with, require_target, trace
+
+__all__ = ["CallTraces", "Mode", "on_meta", "shape_of"]
+
+Mode = tuple[bool, str, torch.dtype | None]
+"""In training mode, the submodule that is called, autocast's dtype."""
+_MOST_TRACES = 8  # those that padding asks for again are recent; each holds as much as an executable
+
+
+class CallTraces:
+    """Traces of a model with the attributes and modes that it has at a call.
+
+    Attributes:
+        twin: the model without memory, with the attributes that were `set` last.
+        reads: attributes that some trace read: path of the owner, name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: Traced,
+        plan: Plan,
+        *,
+        dtype: torch.dtype | None = None,
+        device_type: str = "cpu",
+        finish: Callable[[Traced], Traced] = lambda traced: traced,
+    ) -> None:
+        """Nothing else is traced yet.
+
+        Args:
+            model: its values are not kept.
+            traced: what the model does in the calls that it was parallelized for, finished.
+            plan: of its program, which others are cut like.
+            dtype: as in `trace`, and so is `device_type`.
+            finish: applied to what is traced.
+        """
+        self.reads = traced.reads
+        self._first: tuple[Program, Plan] = traced.program, plan
+        self.twin = on_meta(model)
+        self._known: dict[Mode, list[tuple[Settings, Traced]]] = {(traced.program.training, "", None): [((), traced)]}
+        self._dtype = dtype
+        self._device_type = device_type
+        self._finish = finish
+        self._settings: Settings = ()  # of the twin
+        self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
+        self._modes = [(module, module.training) for module in self.twin.modules()]
+
+    def set(self, settings: Settings, is_training: bool) -> None:
+        """Have the twin's attributes be the model's, which is in training mode or not."""
+        for path, name, value in self._settings:
+            if name == THAWED:
+                self._set_trained(value, is_trained=False)
+            else:
+                attributes_of(self.twin, path)[name] = self._before[path, name]
+        for module, own in self._modes:  # a norm may be frozen in a model that trains
+            module.training = own if is_training == self._modes[0][1] else is_training
+        for path, name, value in settings:
+            if name == THAWED:
+                self._set_trained(value, is_trained=True)
+                continue
+            own = attributes_of(self.twin, path)
+            self._before.setdefault((path, name), own.get(name))
+            own[name] = value
+        self._settings = settings
+
+    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
+        """What such a call does; padding asks again for forms that came before."""
+        is_training, part, autocast = mode
+        model = as_model(self.twin, part)
+        positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
+        known = self._known.setdefault(mode, [])
+        for settings, traced in known:
+            if settings != self._settings:
+                continue
+            with suppress(InputShapeError):
+                given = zip(traced.program.inputs, traced.flatten_inputs(positional, named), strict=True)
+                if all(x.requires_grad == traced.program.values[name].requires_grad for name, x in given):
+                    return traced
+        try:
+            bind(model, positional, named)
+        except ExampleInputsError as error:
+            raise InputShapeError(str(error)) from error
+        with torch.autocast("cpu", enabled=False):  # which this may be called in
+            traced = trace(
+                model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
+                device_type=self._device_type, stages_of=stages_of(*self._first),
+            )  # fmt: skip
+        traced = replace(traced, program=variant_like(traced.program, self._first[0]))
+        traced = self._finish(require_target(model, traced) if is_training else traced)
+        known.insert(0, (self._settings, traced))
+        del known[_MOST_TRACES:]
+        self.reads |= traced.reads
+        return traced
+
+    def read(self, settings: Settings) -> Settings:
+        """Those that some program was made with."""
+        return tuple(entry for entry in settings if entry[:2] in self.reads or entry[1] == THAWED)
+
+    def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """The submodule as it was, with these parameters and buffers, by their names in the model."""
+        original = self.twin.get_submodule(part)
+        named = (*original.named_parameters(), *original.named_buffers())
+        ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
+        return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
+
+    def _set_trained(self, names: Sequence[str], *, is_trained: bool) -> None:
+        for name in names:
+            self.twin.get_parameter(name).requires_grad_(is_trained)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
+    made: dict[int, Tensor] = {}
+
+    def swap(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    return copy_with(model, [*model.parameters(), *model.buffers()], swap)
+
+
+def shape_of(x: Any) -> Any:
+    """A tensor's form, as a tensor on the meta device; anything else as it is, and what forward may read in Python."""
+    if isinstance(x, CarriedTensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if isinstance(x, Tensor) and not x.is_meta and can_be_read(x.shape, x.dtype):
+        return x.detach().cpu()
+    return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
