@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
@@ -26,7 +24,7 @@ from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.dtensor_functions import end_step, watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
-from autopar.lower.parameters.known_meshes import as_computed, know_mesh
+from autopar.lower.parameters.known_meshes import know_mesh
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.other_stages import StageTensors
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
@@ -41,18 +39,16 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.late_outputs import LateReader, with_late_outputs
 from autopar.lower.run.lowering import Cuts, Executable
-from autopar.lower.run.module_inspection import ModuleInspection
 from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.submodule_calls import SAME_INPUTS, SubmoduleCalls, plain_input, read_input
 from autopar.lower.run.submodules import bind_submodules, save_own_parts
 from autopar.step.data_split import data_split
 from autopar.step.plan_check import check_same_program
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
-
-_SAME_INPUTS = ", whose inputs are the same on every rank"  # of calls of submodules, also with local inputs
 
 
 def lower(
@@ -88,7 +84,7 @@ def lower(
     return made
 
 
-class ParallelModule(ModuleInspection):
+class ParallelModule(SubmoduleCalls):
     """Runs a model on all devices: call it, train it and save it as the original.
 
     What `lower` returns is an instance of the original's class, too, with its attributes and methods.  Every rank
@@ -199,49 +195,9 @@ class ParallelModule(ModuleInspection):
             self._first_steps.interrupt()
             raise
 
-    def _run_part(self, part: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The forward of a submodule, on inputs that every rank passes whole, also with local inputs.
-
-        Every rank runs it on whole parameters, gathered for the call, if it gets no tensors (the parametrization that
-        computes a weight), and with pipeline stages without gradients.
-        """
-        self._first_steps.interrupt()
-        args, kwargs = map_leaves(_plain, (tuple(args), dict(kwargs)))
-        with self.global_inputs():
-            if not self._executor.stages.is_pipeline:
-                run = self._run if named_tensors(args, kwargs) else self._run_on_whole
-                return run(args, kwargs, part)
-            if not torch.is_grad_enabled():
-                return self._run_on_whole(args, kwargs, part)
-            try:
-                return self._run(args, kwargs, part)
-            except (ConstraintError, PlanMismatchError) as error:
-                raise SubmoduleError(
-                    f"{part!r} alone can't be cut into the model's pipeline stages ({error}): call it under "
-                    "torch.no_grad(), let forward() return what it gives, or plan without stages ('pipeline=1')"
-                ) from error
-
-    def _differentiable(self, name: str, whole: Tensor) -> Tensor:
-        """The whole parameter of this name, with gradients that reach it."""
-        part = self._own_part(name)
-        return as_computed(part, whole) if part.requires_grad and torch.is_grad_enabled() else whole
-
-    def _own_part(self, name: str) -> Any:
-        table, last = self._store.slot(name)
-        return table[last]
-
-    def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
-        self._enter(f"{part!r}{_SAME_INPUTS} {{}}", lambda: (None, named_tensors(args, kwargs)))
-        names = [name for name in self._store.stored if name.startswith(f"{part}.")]
-        whole = {name: self._differentiable(name, self._whole(name, self._own_part(name))) for name in names}
-        like = self.get_submodule(part)
-        made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
-        self._attributes.give(part, made)
-        return made(*args, **kwargs)
-
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
-        kind += f" of {part!r}{_SAME_INPUTS}" if part else ""
+        kind += f" of {part!r}{SAME_INPUTS}" if part else ""
         autocast = self._executors.autocast
         kind += f" with autocast to {autocast}" if autocast else ""
         changed = self._attributes.changed()
@@ -305,7 +261,7 @@ class ParallelModule(ModuleInspection):
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
             known = self._executors.find(args, kwargs, is_training=self.training, part=part)
             # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
-            return None if known is None else (known[0], [_read(x, but=(ShardedRows,)) for x in known[1]])
+            return None if known is None else (known[0], [read_input(x, but=(ShardedRows,)) for x in known[1]])
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
@@ -320,7 +276,7 @@ class ParallelModule(ModuleInspection):
         ready, problem = attempt(look_up)
         if ready is None and problem is None:
             self._first_steps.interrupt()
-            plain: Call = map_leaves(_plain, (tuple(args), dict(kwargs)))
+            plain: Call = map_leaves(plain_input, (tuple(args), dict(kwargs)))
             self._plan_call(PLANNING + kind, *plain, part)
             ready, problem = attempt(look_up)
         return give
@@ -351,24 +307,6 @@ class ParallelModule(ModuleInspection):
             outputs = with_late_outputs(executor, outputs, self._store, reader)
         return executable.unflatten_outputs(outputs)
 
-    @contextmanager
-    def global_inputs(self) -> Generator[None]:
-        """A context in which every rank passes the whole batch, also with ``inputs="local"``: to sample a text, say.
-
-        Example:
-            >>> with model.global_inputs():
-            ...     text = model.sample(prompt)
-        """
-        inputs = self.call_inputs
-        before = inputs is not None and inputs.is_local
-        try:
-            if inputs is not None:
-                inputs.is_local = False
-            yield
-        finally:
-            if inputs is not None:
-                inputs.is_local = before
-
     def _read_output(
         self, kind: str, name: str, gather: Callable[[], Tensor], check: Callable[[], None] = lambda: None
     ) -> Tensor:
@@ -381,13 +319,3 @@ class ParallelModule(ModuleInspection):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-
-def _read(x: Any, *, but: tuple[type[LateTensor], ...] = ()) -> Any:
-    """`x`, whole if it is an output that has not been read; what goes from call to call in parts stays, and `but`."""
-    return x.whole() if isinstance(x, LateTensor) and not isinstance(x, (CarriedTensor, *but)) else x
-
-
-def _plain(x: Any) -> Any:
-    """An input that this or another call gave out as something else than a plain whole tensor."""
-    return x.full_tensor() if isinstance(x, DTensor) else _read(x)
