@@ -38,8 +38,8 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
-from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, executable_of, trace_model
-from autopar.planning.call_traces import CallTraces
+from autopar.planning.call_plans import CallPlanner, executable_of
+from autopar.planning.call_traces import CallTraces, ExampleInputs, as_call, example_call, trace_model
 from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments

@@ -22,7 +22,7 @@ import filelock
 import torch
 from torch import Tensor, nn
 
-import autopar.planning.call_plans
+import autopar.planning.call_traces
 from autopar.ops.registry import registered_targets
 from autopar.trace import Traced, trace
 
@@ -65,18 +65,18 @@ def _key(*seen: Any) -> str | None:
 
 def share_traces(folder: Path) -> None:
     """From now on `autopar.parallelize` and `autopar.api.trace_model` of this process share traces in `folder`."""
-    autopar.planning.call_plans.trace = _sharing(folder)
+    autopar.planning.call_traces.trace = _sharing(folder)
 
 
 @contextlib.contextmanager
 def sharing_traces(folder: Path) -> Iterator[None]:
     """Inside, they do."""
-    before = autopar.planning.call_plans.trace
+    before = autopar.planning.call_traces.trace
     share_traces(folder)
     try:
         yield
     finally:
-        autopar.planning.call_plans.trace = before
+        autopar.planning.call_traces.trace = before
 
 
 def _sharing(folder: Path) -> Callable[..., Traced]:

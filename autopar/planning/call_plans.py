@@ -49,64 +49,20 @@ from autopar.step.prices import Prices
 from autopar.trace import (
     PaddingError,
     Traced,
-    as_batch,
-    check_memory,
     check_one_graph,
     compare,
-    default_example_inputs,
     ignored_labels,
     reading_last_entry,
-    require_target,
-    trace,
 )
 
 __all__ = [
     "CallPlanner",
-    "ExampleInputs",
-    "as_call",
-    "example_call",
     "executable_of",
     "stored_as",
-    "trace_model",
 ]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 _LOGGER = logging.getLogger("autopar")
-
-ExampleInputs = Sequence[Any] | Mapping[str, Any]
-
-
-def trace_model(
-    model: nn.Module,
-    example_inputs: Tensor | ExampleInputs | None,
-    *,
-    training: bool = True,
-    dtype: torch.dtype | None = None,
-    device_type: str = "cpu",
-) -> Traced:
-    """Trace `model` on its example inputs, to run on devices of this type; raises what `autopar.trace.trace` raises.
-
-    For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
-
-    Raises:
-        ModelError: a tensor that training changes shares memory with another one.
-    """
-    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type)
-    check_memory(model, {traced.program.parameters[buffer] for buffer in traced.program.updates})
-    return require_target(model, traced) if training else traced
-
-
-def example_call(
-    model: nn.Module, example_inputs: Tensor | ExampleInputs | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``args, kwargs`` of the example, which the model itself may declare."""
-    given = as_batch(example_inputs)
-    return as_call(default_example_inputs(model) if given is None else given)
-
-
-def as_call(inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``args, kwargs`` of a call with these inputs."""
-    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
 def stored_as(program: Program, plan: Plan) -> tuple[tuple[str, tuple[int, ...], Layout], ...]:

@@ -1,4 +1,4 @@
-"""What a model does in calls other than those that it was parallelized for, traced on a copy without memory."""
+"""What a model does in calls: those that it is parallelized for, and others, traced on a copy without memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,61 @@ from autopar.plan import Plan
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.search import stages_of
-from autopar.trace import Traced, as_model, bind, can_be_read, copy_with, require_target, trace
+from autopar.trace import (
+    Traced,
+    as_batch,
+    as_model,
+    bind,
+    can_be_read,
+    check_memory,
+    copy_with,
+    default_example_inputs,
+    require_target,
+    trace,
+)
 
-__all__ = ["CallTraces", "Mode", "on_meta", "shape_of"]
+__all__ = [
+    "CallTraces", "ExampleInputs", "Mode", "as_call", "example_call", "on_meta", "shape_of", "trace_model",
+]  # fmt: skip
 
 Mode = tuple[bool, str, torch.dtype | None]
 """In training mode, the submodule that is called, autocast's dtype."""
 _MOST_TRACES = 8  # those that padding asks for again are recent; each holds as much as an executable
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
+
+
+def trace_model(
+    model: nn.Module,
+    example_inputs: Tensor | ExampleInputs | None,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    device_type: str = "cpu",
+) -> Traced:
+    """Trace `model` on its example inputs, to run on devices of this type; raises what `autopar.trace.trace` raises.
+
+    For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
+
+    Raises:
+        ModelError: a tensor that training changes shares memory with another one.
+    """
+    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type)
+    check_memory(model, {traced.program.parameters[buffer] for buffer in traced.program.updates})
+    return require_target(model, traced) if training else traced
+
+
+def example_call(
+    model: nn.Module, example_inputs: Tensor | ExampleInputs | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``args, kwargs`` of the example, which the model itself may declare."""
+    given = as_batch(example_inputs)
+    return as_call(default_example_inputs(model) if given is None else given)
+
+
+def as_call(inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``args, kwargs`` of a call with these inputs."""
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
 class CallTraces:

@@ -12,7 +12,7 @@ from autopar.errors import TraceError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.planning.arguments import are_inputs_local
-from autopar.planning.call_plans import example_call
+from autopar.planning.call_traces import example_call
 from autopar.program import Program
 from autopar.step.data_split import DataSplit
 from autopar.trace import Traced, call_opener

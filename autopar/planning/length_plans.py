@@ -29,8 +29,8 @@ from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError,
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
 from autopar.plan.prediction import LengthPrediction
-from autopar.planning.call_plans import ExampleInputs, example_call, stored_as, trace_model
-from autopar.planning.call_traces import on_meta, shape_of
+from autopar.planning.call_plans import stored_as
+from autopar.planning.call_traces import ExampleInputs, example_call, on_meta, shape_of, trace_model
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from autopar.planning.call_plans import ExampleInputs
+from autopar.planning.call_traces import ExampleInputs
 from autopar.trace.structure import describe
 
 __all__ = ["eval_outputs"]

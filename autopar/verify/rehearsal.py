@@ -26,7 +26,8 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
-from autopar.planning.call_plans import CallPlanner, as_call
+from autopar.planning.call_plans import CallPlanner
+from autopar.planning.call_traces import as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced, accurate_products, dense_flex_attention
 from autopar.verify.differences import are_equal, as_float64, largest_difference

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar.api
-import autopar.planning.call_plans
+import autopar.planning.call_traces
 from tests import shared_traces
 from tests.shared_traces import share_traces
 
@@ -56,7 +56,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
         return made[-1]
 
     monkeypatch.setattr(shared_traces, "trace", count)
-    monkeypatch.setattr(autopar.planning.call_plans, "trace", real)  # as it was, when this test ends
+    monkeypatch.setattr(autopar.planning.call_traces, "trace", real)  # as it was, when this test ends
     share_traces(tmp_path)
 
     def trace_one(change: Callable[[Net], Any] = lambda net: None, size: int = 4) -> int:

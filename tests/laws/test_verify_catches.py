@@ -21,7 +21,7 @@ from autopar.lower.program import layer_ops
 from autopar.lower.run import call_executors, hoisted, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
-from autopar.planning import call_plans
+from autopar.planning import call_traces
 from autopar.program import Op, Option, Program
 from autopar.search import SearchRequest, search
 from autopar.step.local_program import local_program
@@ -69,7 +69,7 @@ def break_rule(monkeypatch: pytest.MonkeyPatch, target: str, change: Callable[[O
         return replace(match, options=tuple(map(change, match.options)))
 
     monkeypatch.setattr(factors, "options_for", broken)
-    monkeypatch.setattr(call_plans, "trace", trace)
+    monkeypatch.setattr(call_traces, "trace", trace)
 
 
 def test_a_wrong_rule_is_named_by_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
