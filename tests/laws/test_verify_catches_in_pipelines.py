@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.lower.run import tied_gradients
 from autopar.lower.run.boundary_exchange import BoundaryExchange
-from autopar.lower.run.execution import Executor
+from autopar.lower.run.output_layouts import OutputLayouts
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_values import StepValues
 from autopar.program import Program
@@ -144,11 +144,11 @@ def test_gradients_of_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytes
 def test_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = Rehearsal("crossing", "gpipe")
 
-    def mean(executor: Executor, joined: Tensor, name: str, parts: Sequence[Tensor]) -> Tensor:
-        is_loss = executor.stages.is_pipeline and name == executor.executable.program.loss
+    def mean(outputs: OutputLayouts, joined: Tensor, name: str, parts: Sequence[Tensor]) -> Tensor:
+        is_loss = bool(outputs.executable.plan.stages) and name == outputs.executable.program.loss
         return joined / len(parts) if is_loss else joined
 
-    wrap(monkeypatch, Executor, "join_microbatches", mean)
+    wrap(monkeypatch, OutputLayouts, "join_microbatches", mean)
     with pytest.raises(VerificationError, match="with 2 microbatches and schedule gpipe, the loss is"):
         rehearsal.verify()
 

@@ -55,7 +55,7 @@ def train(constraints: list[str]) -> tuple[Any, ...]:
         losses.append(loss.item())
         model.clip_grad_norm_(1.0)
         optimizer.step()
-    types = {x.to_local().device.type for x in optimizer.state[next(model.parameters())].values() if x.dim()}
+    types = {x.to_local().device.type for own in optimizer.state.values() for x in own.values() if x.dim()}
     return losses, {name: x.cpu() for name, x in model.full_state_dict().items()}, types, model.plan.device
 
 

@@ -240,12 +240,11 @@ class ParallelModule(SubmoduleCalls):
             InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             AutoparError: the model can't be traced or planned on such inputs.
         """
-        return self._plan_call("plan_for {}", args, kwargs)
+        changed = settings_text(self._attributes.changed())
+        return self._plan_call(f"plan_for {{}} ({changed})" if changed else "plan_for {}", args, kwargs)
 
     def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:
         """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
-        changed = settings_text(self._attributes.changed(everywhere=True))
-        kind += f" ({changed})" if changed else ""
         compared = [
             (name, x) for name, x in named_tensors(args, kwargs) if not (x.is_meta or isinstance(x, CarriedTensor))
         ]
