@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["attribute_owners", "attributes_of", "is_plain", "joined"]
+__all__ = ["attribute_owners", "attributes_of", "is_plain", "joined", "own_records"]
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
 _DEEPEST = 3  # a config of configs, such as those of text and images, with one more level; objects may have circles
@@ -33,15 +35,33 @@ def attributes_of(root: nn.Module, path: str) -> dict[str, Any]:
     owner: object = root
     for name in path.split(".") if path else ():
         own = vars(owner)
-        owner = own.get("_modules", {}).get(name) or own.get(name)
+        modules = own.get("_modules", {})
+        owner = modules[name] if name in modules else own.get(name)
         if not hasattr(owner, "__dict__"):
             return {}
     return vars(owner)
 
 
+def own_records(copied: nn.Module, original: nn.Module) -> None:
+    """Give a copy of a model its own records in place of those that it shares, as they copy as themselves."""
+    shared = {id(x): x for x in attribute_owners(original).values() if not isinstance(x, nn.Module)}
+    made: dict[int, object] = {}
+    pending: list[object] = list(nn.Module.modules(copied))
+    while pending:
+        own = vars(pending.pop())
+        for name, value in own.items():
+            if id(value) in shared:
+                if id(value) not in made:
+                    made[id(value)] = copy.copy(value)
+                    pending.append(made[id(value)])
+                own[name] = made[id(value)]
+
+
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a flag, text or a dtype, or a tuple of these."""
-    return all(map(is_plain, cast("tuple[Any, ...]", value))) if type(value) is tuple else type(value) in _PLAIN
+    """Whether a value is a number, a flag, text, a dtype or a member of an enumeration, or a tuple of these."""
+    if type(value) is tuple:
+        return all(map(is_plain, cast("tuple[Any, ...]", value)))
+    return type(value) in _PLAIN or isinstance(value, Enum)
 
 
 def joined(path: str, name: str) -> str:
@@ -59,7 +79,9 @@ def _records(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, ob
 
 
 def _is_record(value: object, depth: int = 1) -> bool:
-    if isinstance(value, type | nn.Module | torch.Tensor) or callable(value) or not getattr(value, "__dict__", None):
+    if isinstance(value, type | nn.Module | torch.Tensor | Enum) or callable(value):
+        return False
+    if not getattr(value, "__dict__", None):
         return False
     return depth <= _DEEPEST and all(
         is_plain(x) or isinstance(x, _IN_RECORDS) or _is_record(x, depth + 1) for x in vars(value).values()

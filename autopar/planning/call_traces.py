@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.attribute_owners import attributes_of
+from autopar.attribute_owners import attributes_of, own_records
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
 from autopar.lower.run.attributes import THAWED, Settings
@@ -106,6 +106,7 @@ class CallTraces:
         self.reads = traced.reads
         self._first: tuple[Program, Plan] = traced.program, plan
         self.twin = on_meta(model)
+        own_records(self.twin, model)  # its attributes are `set`
         self._known: dict[Mode, list[tuple[Settings, Traced]]] = {(traced.program.training, "", None): [((), traced)]}
         self._dtype = dtype
         self._device_type = device_type

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def _reads_of(
 
     def read(self: Any, name: str) -> Any:
         value = before(self, name)
-        if type(value) in _KINDS and id(self) in paths:
+        if (type(value) in _KINDS or isinstance(value, Enum)) and id(self) in paths:
             reads.update((paths[id(self)], each) for each in _names(self, name, value))
         return value
 

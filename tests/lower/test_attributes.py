@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -193,6 +194,42 @@ def test_modes_and_numbers_of_submodules_may_change(change: Any) -> None:
     for found in simulate(2, lambda communicator: run(build(model, traced, plan, communicator, planner=planner))):
         for mine, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Style(Enum):
+    SUM = "sum"
+    MEAN = "mean"
+
+
+class Shared:
+    """A record that copies as itself."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner = 2.0, Config()
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+
+class Styled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.style, self.shared = nn.Linear(8, 8), Style.SUM, Shared()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x) * self.shared.scale**self.shared.inner.power
+        return x.sum() if self.style is Style.SUM else x.mean()
+
+
+def test_what_copies_as_itself_is_not_written_to() -> None:
+    model = Styled().double()
+    traced = trace(model, (X,), {}, training=True)
+    planner = call_planner(model, traced, random_plan(traced.program, 2, 0))
+    settings = ("shared", "scale", 3.0), ("shared.inner", "power", 2), ("", "style", Style.MEAN)
+    found = planner((X,), {}, True, "", None, tuple(sorted(settings, key=lambda each: each[:2])))
+    planner((X,), {}, True, "", None, ())
+    assert found.settings == (("", "style", Style.MEAN), ("shared", "scale", 3.0), ("shared.inner", "power", 2))
+    assert (model.shared.scale, model.shared.inner.power, Style.SUM.name) == (2.0, 1, "SUM")
 
 
 def test_without_a_planner_a_mode_is_kept() -> None:
