@@ -149,6 +149,10 @@ def _run_program(rank: int, path: str, world: int, args: list[str], port: int, r
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
     sys.stdout.flush()
+    # The first rank hosts the store, which under torchrun is there until all ranks have ended.
+    Path(results, f"ended{rank}").touch()
+    while not rank and not all(Path(results, f"ended{each}").exists() for each in range(world)):
+        time.sleep(0.02)  # if another rank fails, this one is killed
 
 
 def _in_processes(
