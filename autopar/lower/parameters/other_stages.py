@@ -83,7 +83,7 @@ class StageTensors:
     def state(self, own: Any, parameter: DTensor) -> Any:
         """What an optimizer has of a parameter where that has parts, with whole plain tensors; `own` is this rank's."""
         owner, is_here = self._holder(parameter), not is_elsewhere(parameter)
-        form = self._form(map_leaves(_Form.of, own), owner)
+        form = self._object(map_leaves(_Form.of, own), owner)
         leaves: Iterator[Any] = iter(leaves_of(own) if is_here else ())
 
         def shared(entry: Any) -> Any:
@@ -111,7 +111,7 @@ class StageTensors:
         whole = talk.broadcast(whole, self.axis, owner)
         return whole.cpu() if form.is_on_host else whole
 
-    def _form(self, own: Any, owner: int) -> Any:
+    def _object(self, own: Any, owner: int) -> Any:
         """An object that a device group has, on every rank."""
         talk, text = self.communicator, pickle.dumps(own)
         length = talk.broadcast(torch.tensor(len(text), device=talk.device), self.axis, owner)

@@ -40,10 +40,10 @@ def stays_in_parts(call: FunctionCall) -> bool:
     if call.name in _COPIES or (call.name in ("__get__", "__set__") and call.function not in _VIEWS):
         return True
     is_of_lists = call.name.startswith("_foreach_") and "max" not in call.name and "norm" not in call.name
-    return (is_of_lists or is_by_element(call.name)) and are_alike(call)
+    return (is_of_lists or is_by_element(call.name)) and _are_alike(call)
 
 
-def are_alike(call: FunctionCall) -> bool:
+def _are_alike(call: FunctionCall) -> bool:
     """Whether the tensors among its arguments are DTensors of one shape and layout, or plain numbers."""
     if call.name.startswith("_foreach_"):
         return not call.is_mixed()

@@ -15,7 +15,7 @@ from autopar.errors import ModelError
 __all__ = ["THAWED", "Attributes", "Settings", "settings_text"]
 
 Settings = tuple[tuple[str, str, Any], ...]
-"""What differs from when the model was parallelized: path of a module, attribute, value."""
+"""What differs from when the model was parallelized: path of a module or config, attribute, value."""
 
 THAWED = "requires_grad"
 """The attribute of the whole model that is the names of parameters which were frozen, and no longer are."""
