@@ -17,6 +17,7 @@ from autopar.balance import Lengths
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, profile_path
+from autopar.cost.profile import LayerTime
 from autopar.cost.profile_file import keep, load_profile
 from autopar.errors import PlanMismatchError
 from autopar.lower import ParallelModule, lower
@@ -210,7 +211,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             prices = mesh_prices(loaded, communicator, mesh, setup.dtype, cache_dir=_CACHE)
             setup = setup.priced(prices)
             if profile is None:
-                plan = _search_and_time(traced, communicator, setup, prices)
+                plan, setup = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
         traced = traced.decided_by(plan.decisions)
@@ -367,8 +368,11 @@ def _search_and_time(
     communicator: ProcessGroupCommunicator,
     setup: Setup,
     prices: ClusterPrices,
-) -> Plan:
-    """Search on the first rank, and add the layers that it times on its device to its profile; all ranks call it."""
+) -> tuple[Plan, Setup]:
+    """Search on the first rank, and add the layers that it times on its device to its profile; all ranks call it.
+
+    Returns the plan, and the setup with the prices by which it was chosen.
+    """
     known = dict(prices.profile.layers) if prices.profile else {}
     timed = dict(known)
 
@@ -378,7 +382,7 @@ def _search_and_time(
     def find(program: Program, request: SearchRequest) -> Plan:
         return search_with_timed_layers(program, communicator.world_size, prices, request, timer(program))
 
-    def search_here() -> Plan:
+    def search_here() -> tuple[Plan, dict[str, LayerTime]]:
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
@@ -389,9 +393,11 @@ def _search_and_time(
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return plan
+        return plan, timed
 
-    return share(communicator.process_group, search_here)
+    plan, found = share(communicator.process_group, search_here)
+    layers = LayerTimer(traced.program, communicator.device, known=found)
+    return plan, setup.priced(FamilyTimer(prices, lambda _: layers, left_s=0.0)(traced.program, plan))
 
 
 def _describe(model: nn.Module, traced: Traced) -> str:

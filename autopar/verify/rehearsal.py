@@ -177,14 +177,17 @@ def run_ranks(
 ) -> list[T]:
     """Call `action` with every rank's ParallelModule, and return its results in rank order.
 
-    `planner` must already have planned all calls other than the program's (`planner_for`).
+    All ranks are on the device of the model's parameters.  `planner` must already have planned all calls other than the
+    program's (`planner_for`).
     """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def rank(communicator: Communicator) -> T:
-        mesh = make_mesh((communicator.world_size,), range(communicator.world_size), "cpu", rank=communicator.rank)
+        numbers = range(communicator.world_size)
+        mesh = make_mesh((communicator.world_size,), numbers, device.type, rank=communicator.rank)
         return action(build(model, traced, plan, communicator, mesh, planner=planner))
 
-    return simulate(plan.world_size, rank)
+    return simulate(plan.world_size, rank, device=device)
 
 
 def planner_for(

@@ -1,174 +1,341 @@
-"""Training steps of LLaMA-like models on one NVIDIA GPU: ``python benchmarks/accuracy.py gpu [--json] [--csv FILE]``.
+"""Training steps on one NVIDIA GPU, predicted and measured: ``python benchmarks/accuracy.py gpu [--json]``.
 
-For several widths, lengths and ways to recompute, eager and compiled: the step time and the peak memory that the plan
-promises beside what a real step takes.  Prices come from a profile of this GPU, which is measured first where there is
-none; compute is bfloat16, parameters and AdamW are float32.  Without a GPU it says so and ends with status 1.
+Every case is a process of its own: a small number of layers of a known shape, one plan (recomputation, offload,
+microbatches, eager or compiled), compute in bfloat16, parameters and AdamW in float32.  Measured are the step's
+seconds and the peak of allocated memory, beside what the plan promises by a profile of this GPU, which is measured
+first where there is none.  Cases "by hand" train the same model as torchtitan does: `fully_shard` and ``compile()`` of
+each layer, selective or full activation checkpointing.  All cases of a model start from equal parameters, so their
+first losses say whether they compute the same.
+
+``--output FOLDER`` keeps what was measured; ``--measured FOLDER`` predicts again and prints, without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import fcntl
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import autopar
-from autopar.errors import AutoparError
 
 _WARM_UP = 3
 _STEPS = 8
+_LIMIT_S = 240  # a case with its compilation takes a minute
+
+_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_hidden_layers": 4, "vocab_size": 32000,
+}  # fmt: skip
+_1B: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_hidden_layers": 8, "vocab_size": 32000,
+}  # fmt: skip
+_SMALL: dict[str, Any] = {
+    "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 12,
+    "num_hidden_layers": 12, "vocab_size": 32000,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_hidden_layers": 4, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_MODELS = {"8b": (_8B, 1, 8192), "8b-batch": (_8B, 4, 4096), "1b": (_1B, 8, 2048), "small": (_SMALL, 8, 1024),
+           "experts": (_EXPERTS, 2, 4096)}  # fmt: skip
+"""Name -> sizes of a LLaMA (or a Mixtral), rows of a batch, tokens of a row."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and how it is trained."""
+    """One model and how it is trained.
 
-    width: int
-    layers: int
-    batch: int
-    length: int
-    recompute: str
-    is_compiled: bool
+    Args:
+        model: of `_MODELS`.
+        constraints: of the search.
+        is_compiled: None lets the search choose.
+        by_hand: without autopar.
+        fused: AdamW as one kernel, as torchtitan has it; else as torch does by default.
+    """
+
+    model: str
+    constraints: tuple[str, ...]
+    is_compiled: bool | None
+    by_hand: bool = False
+    fused: bool = True
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        how = {True: "compiled", False: "eager", None: "free"}[self.is_compiled]
+        words = (self.model, "by hand" if self.by_hand else "", how, *self.constraints, "" if self.fused else "foreach")
+        return " ".join(filter(None, words))
+
+
+def _cases() -> list[Case]:
+    kept, full = ("recompute=none",), ("recompute=full",)
+    return [
+        Case("8b", kept, True), Case("8b", kept, True, by_hand=True), Case("8b", (), None),
+        Case("8b", kept, True, fused=False), Case("8b", ("offload=activations",), True),
+        Case("experts", kept, False), Case("small", kept, False), Case("small", kept, False, by_hand=True),
+        Case("8b", ("offload=optimizer", *kept), True), Case("8b", full, True),
+        Case("8b", full, True, by_hand=True), Case("8b-batch", ("microbatches=4", *kept), True),
+        Case("experts", kept, True), Case("1b", kept, True), Case("1b", kept, True, by_hand=True),
+        Case("8b", kept, False), Case("8b", kept, False, by_hand=True), Case("8b", ("recompute=selective",), False),
+        Case("8b", full, False), Case("8b", ("offload=activations",), False), Case("small", kept, True),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was predicted and what was measured; `problem` is why not."""
+    """What was predicted and measured; `problem` says why not."""
 
-    width: int
-    layers: int
-    batch: int
-    length: int
-    recompute: str
-    is_compiled: bool
+    case: str
+    device: str = ""
+    torch: str = ""
     predicted_s: float = 0.0
-    measured_s: float = 0.0
     predicted_bytes: float = 0.0
+    measured_s: list[float] = field(default_factory=list[float])
     measured_bytes: float = 0.0
+    losses: list[float] = field(default_factory=list[float])
+    first_step_s: float = 0.0
+    setup_s: float = 0.0
     problem: str = ""
+    report: str = ""
+    kernels: str = ""
+
+    @property
+    def median_s(self) -> float:
+        """Of all steps."""
+        return statistics.median(self.measured_s)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What may follow ``accuracy.py gpu``."""
-    parser.add_argument("--csv", type=Path, help="write the rows there")
-    parser.add_argument("--quick", action="store_true", help="four cases instead of all")
+    parser.add_argument("--only", nargs="+", help="cases whose names contain one of these texts")
+    parser.add_argument("--output", type=Path, help="a folder for one JSON file per case")
+    parser.add_argument("--measured", type=Path, help="such a folder: predict again, without a GPU")
+    parser.add_argument("--profile", type=Path, help="with --measured: prices from this profile, not estimates")
+    parser.add_argument("--device", default="h100", help="with --measured: the device of estimates (default h100)")
+    parser.add_argument("--kernels", action="store_true", help="keep the kernels of a step that take longest, too")
+    parser.add_argument("--workers", type=int, default=2, help="processes that start beside the one that has the GPU")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print; returns the exit status."""
+    if options.case:
+        return _run_case(options.case, options.output, kernels=options.kernels)
+    chosen = [case for case in _cases() if not options.only or any(text in case.name for text in options.only)]
+    if options.measured:
+        read = [_read(options.measured, case) for case in chosen]
+        outcomes = [_predict_again(case, o, options) if o else None for case, o in zip(chosen, read, strict=True)]
+        return _print([outcome for outcome in outcomes if outcome], options)
     if not torch.cuda.is_available():
         print("no GPU here: this compares real steps on one NVIDIA GPU with what was predicted; run it where "
               "torch.cuda.is_available()", file=sys.stderr)  # fmt: skip
         return 1
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+    folder = options.output or Path("gpu-steps")
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    with ThreadPoolExecutor(options.workers) as pool:
+        outcomes = list(pool.map(partial(_in_process, folder, ["--kernels"] if options.kernels else []), chosen))
+    return _print(outcomes, options)
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '_').replace('=', '-')}.json"
+
+
+def _read(folder: Path, case: Case) -> Outcome | None:
+    path = _path(folder, case.name)
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
+    command = [sys.executable, str(Path(__file__).parents[1] / "accuracy.py"), "gpu", "--case", case.name,
+               "--output", str(folder), *extra]  # fmt: skip
     try:
-        cases = list(_cases())
-        outcomes = [_compare(case) for case in (cases[:: max(1, len(cases) // 4)] if options.quick else cases)]
-    finally:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        said = (done.stderr or done.stdout)[-2000:]
+    except subprocess.TimeoutExpired:
+        said = f"not done after {_LIMIT_S} s"
+    outcome = _read(folder, case) or Outcome(case.name, problem=said)
+    _path(folder, case.name).write_text(json.dumps(asdict(outcome)))
+    print(_line(outcome), flush=True)
+    return outcome
+
+
+def _run_case(name: str, folder: Path, *, kernels: bool) -> int:
+    (case,) = (case for case in _cases() if case.name == name)
+    with (folder / "gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        torch.cuda.set_device(0)
+        outcome = _train(case, kernels=kernels)
+        _path(folder, name).write_text(json.dumps(asdict(outcome)))
         dist.destroy_process_group()
-    _print(outcomes)
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [each.name for each in fields(Outcome)])
-            writer.writeheader()
-            writer.writerows(map(asdict, outcomes))
-    done = [outcome for outcome in outcomes if not outcome.problem]
-    if options.json:
-        found = {name: _median_error(done, name) for name in ("s", "bytes")}
-        print(json.dumps({"median_absolute_error": found, "cases": len(done), "failed": len(outcomes) - len(done)}))
-    return 0 if done else 1
+        fcntl.flock(lock, fcntl.LOCK_UN)  # processes that compile have the file open as well
+    return 0
 
 
-def _cases() -> Iterator[Case]:
-    for is_compiled in (False, True):
-        for width, layers, batch, length in (
-            (1024, 16, 8, 1024),
-            (2048, 16, 4, 2048),
-            (4096, 4, 2, 4096),
-            (2048, 8, 1, 8192),
-        ):
-            for recompute in ("none", "selective", "full"):
-                yield Case(width, layers, batch, length, recompute, is_compiled)
-
-
-def _compare(case: Case) -> Outcome:
+def _make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model on the current device and its batch."""
+    sizes, rows, length = _MODELS[name]
     torch.manual_seed(0)
+    common = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
+    if "num_local_experts" in sizes:
+        config: Any = transformers.MixtralConfig(**sizes, **common, experts_implementation="grouped_mm")
+        model: nn.Module = transformers.MixtralForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **common))
+    ids = torch.randint(32000, (rows, length), generator=torch.Generator().manual_seed(0), device="cpu")
+    return model.train(), {"input_ids": ids, "labels": ids}
+
+
+def _by_hand(case: Case) -> nn.Module:
+    """As torchtitan does it: a checkpoint around each layer, each layer compiled, then sharded (on one GPU: cast)."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: PLC0415
+        checkpoint_wrapper,
+    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    with torch.device("cuda"):
+        model: Any = _make(case.model)[0]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cuda", (1,))
+    for number, layer in enumerate(model.model.layers):
+        wrapped = checkpoint_wrapper(layer) if "recompute=full" in case.constraints else layer
+        if case.is_compiled:
+            wrapped.compile()
+        model.model.layers[number] = wrapped
+        fully_shard(wrapped, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if case.is_compiled:
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def _train(case: Case, *, kernels: bool) -> Outcome:
+    started = time.perf_counter()
+    if case.by_hand:
+        model: Any = _by_hand(case)
+        batch = _make_batch(case)
+        predicted_s = predicted_bytes = 0.0
+    else:
+        with torch.device("meta"):
+            whole = _make(case.model)[0]
+        batch = _make_batch(case)
+        torch.manual_seed(0)
+        model = autopar.parallelize(
+            whole, init_device_mesh("cuda", (1,)), batch, precision="bf16", constraints=case.constraints,
+            compile=case.is_compiled,
+        )  # fmt: skip
+        predicted_s, predicted_bytes = model.plan.step_time_s, model.plan.peak_memory_bytes
+    setup_s = time.perf_counter() - started
     gc.collect()
     torch.cuda.empty_cache()
-    try:
-        return _train(case)
-    except (AutoparError, torch.cuda.OutOfMemoryError) as error:
-        return Outcome(**asdict(case), problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    on_host = any("offload=optimizer" in text for text in case.constraints)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True if case.fused and not on_host else None)
+    losses: list[float] = []
 
-
-def _train(case: Case) -> Outcome:
-    config = transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=case.width, intermediate_size=case.width * 11 // 4 // 256 * 256,
-        num_hidden_layers=case.layers, num_attention_heads=case.width // 128, num_key_value_heads=case.width // 128,
-        max_position_embeddings=case.length, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(32000, (case.batch, case.length), device="cuda")
-    batch = {"input_ids": ids, "labels": ids}
-    mesh = init_device_mesh("cuda", (1,))
-    constraints = [f"recompute={case.recompute}", "microbatches=1"]
-    parallel = autopar.parallelize(
-        model, mesh, batch, precision="bf16", constraints=constraints, compile=case.is_compiled
-    )
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    seconds: list[float] = []
-    for number in range(_WARM_UP + _STEPS):
-        if number == _WARM_UP:
-            torch.cuda.reset_peak_memory_stats()
+    def step() -> float:
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        parallel(**batch).loss.backward()
+        before = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - before
+        losses.append(loss.item())
+        return seconds
+
+    first_s = step()
+    for _ in range(_WARM_UP - 1):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = [step() for _ in range(_STEPS)]
+    peak_bytes = float(torch.cuda.max_memory_allocated())
     return Outcome(
-        **asdict(case),
-        predicted_s=parallel.plan.step_time_s, measured_s=statistics.median(seconds[_WARM_UP:]),
-        predicted_bytes=parallel.plan.peak_memory_bytes, measured_bytes=float(torch.cuda.max_memory_allocated()),
+        case.name, torch.cuda.get_device_name(), torch.__version__, predicted_s, predicted_bytes, seconds, peak_bytes,
+        losses[:4], first_s, setup_s, report=_report(case, model, step), kernels=_kernels(step) if kernels else "",
     )  # fmt: skip
 
 
-def _ratio(outcome: Outcome, name: str) -> float:
-    return getattr(outcome, f"predicted_{name}") / getattr(outcome, f"measured_{name}")
+def _make_batch(case: Case) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        batch = _make(case.model)[1]
+    return {name: x.cuda() for name, x in batch.items()}
 
 
-def _median_error(outcomes: list[Outcome], name: str) -> float:
-    return statistics.median(abs(_ratio(outcome, name) - 1) for outcome in outcomes) if outcomes else 0.0
+def _report(case: Case, model: Any, step: Any) -> str:
+    if case.by_hand:
+        return ""
+    try:
+        return str(model.report(step))
+    except Exception as error:  # noqa: BLE001  (the measurement is kept all the same)
+        return f"{type(error).__name__}: {error}"
 
 
-def _print(outcomes: list[Outcome]) -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    print(f"{'width':>5} {'layers':>6} {'batch':>5} {'length':>6} {'recompute':<10} {'':<8} "
-          + 2 * f"{'predicted':>10} {'measured':>10} {'ratio':>6} ")  # fmt: skip
-    for o in outcomes:
-        head = (f"{o.width:>5} {o.layers:>6} {o.batch:>5} {o.length:>6} {o.recompute:<10} "
-                f"{'compiled' if o.is_compiled else 'eager':<8} ")  # fmt: skip
-        if o.problem:
-            print(f"{head}{o.problem}")
-            continue
-        print(
-            f"{head}{o.predicted_s * 1e3:>7.1f} ms {o.measured_s * 1e3:>7.1f} ms {_ratio(o, 's'):>6.2f} "
-            f"{o.predicted_bytes / 2**30:>6.1f} GiB {o.measured_bytes / 2**30:>6.1f} GiB {_ratio(o, 'bytes'):>6.2f}"
-        )
-    done = [outcome for outcome in outcomes if not outcome.problem]
-    print(f"median absolute error: step time {_median_error(done, 's'):.1%}, peak memory "
-          f"{_median_error(done, 'bytes'):.1%}, over {len(done)} of {len(outcomes)} cases")  # fmt: skip
+def _kernels(step: Any) -> str:
+    """The kernels of a step that take longest."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+    return found.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90)
+
+
+def _predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> Outcome:
+    """With the present code's prices."""
+    if case.by_hand or outcome.problem:
+        return outcome
+    with torch.device("meta"):
+        model, _ = _make(case.model)
+    _, rows, length = _MODELS[case.model]
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    plan = autopar.plan(
+        model, autopar.Cluster.of(options.device, devices_per_node=1), {"input_ids": ids, "labels": ids},
+        precision="bf16", constraints=case.constraints, compile=case.is_compiled, profile=options.profile or False,
+    )  # fmt: skip
+    return Outcome(**asdict(outcome) | {"predicted_s": plan.step_time_s, "predicted_bytes": plan.peak_memory_bytes})
+
+
+def _line(o: Outcome) -> str:
+    if o.problem:
+        return f"{o.case:<42} {o.problem.strip().splitlines()[-1] if o.problem.strip() else 'failed'}"
+    ratio = f"{o.predicted_s / o.median_s:>6.2f}" if o.predicted_s else f"{'':>6}"
+    room = f"{o.predicted_bytes / o.measured_bytes:>6.2f}" if o.predicted_bytes else f"{'':>6}"
+    spread = (max(o.measured_s) - min(o.measured_s)) / o.median_s
+    return (f"{o.case:<42} {o.predicted_s * 1e3:>8.1f} {o.median_s * 1e3:>8.1f} ms {ratio} (spread {spread:.0%}) "
+            f"{o.predicted_bytes / 2**30:>6.2f} {o.measured_bytes / 2**30:>6.2f} GiB {room}  first step "
+            f"{o.first_step_s:.0f} s, loss {o.losses[0]:.4f} {o.losses[-1]:.4f}")  # fmt: skip
+
+
+def _print(outcomes: list[Outcome], options: argparse.Namespace) -> int:
+    print(f"{'case':<42} {'predicted':>8} {'measured':>8}    ratio")
+    for outcome in outcomes:
+        print(_line(outcome))
+    done = [o for o in outcomes if not o.problem and o.predicted_s]
+    if not done:
+        return 1
+    seconds = statistics.median(abs(o.predicted_s / o.median_s - 1) for o in done)
+    room = statistics.median(abs(o.predicted_bytes / o.measured_bytes - 1) for o in done)
+    print(f"median absolute error: step time {seconds:.1%}, peak memory {room:.1%}, over {len(done)} plans")
+    if options.json:
+        print(json.dumps({"median_absolute_error": {"s": seconds, "bytes": room}, "cases": len(done)}))
+    return 0

@@ -47,7 +47,7 @@ _WIDTH = 512  # columns: rows are long enough to be read at full speed, and shor
 # by row.
 _ROWS = {
     "cpu": ((2, 128, 1024), (2, 16, 64, 256, 1024, 4096, 16384)),
-    "accelerator": ((128, 4096, 32768), (16, 128, 1024, 8192, 65536)),
+    "accelerator": ((128, 8192, 262144), (16, 128, 1024, 8192, 65536, 262144)),
 }
 _WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "accelerator": ((512, 8192), (128, 1024, 8192))}
 # Rows, then inner dims and columns of products.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar.cost.measure.op_calls import Call, make_calls
 from autopar.cost.measure.probe import Measurement, Probe, Sample
-from autopar.cost.measure.timing import MIN_S, busy_s, median_of
+from autopar.cost.measure.timing import MIN_S, QueuedTimer, median_of
 from autopar.ops import Work, count_work
 from autopar.program import Op, Ref, TensorType
 
@@ -95,17 +95,18 @@ def time_chain(
     forward_times_s: list[float] = []
     backward_times_s: list[float] = []
     enter_times_s: list[float] = []
+    time_forward, time_backward, time_entering = (QueuedTimer(device) for _ in range(3))
     stop = time.perf_counter() + budget_s
     while len(forward_times_s) <= _ROUNDS[0] or (time.perf_counter() < stop and len(forward_times_s) <= _ROUNDS[1]):
-        results, forward_s = _time_all(runs, device)
+        results, forward_s = _time_all(runs, time_forward)
         forward_times_s.append(forward_s)
         if has_backward:
             backward_runs = [
                 partial(torch.autograd.grad, result, xs, gradient)
                 for result, xs, gradient in zip(results, leaves, gradients, strict=True)
             ]
-            enter_times_s.append(_time_all(enter, device)[1])
-            backward_times_s.append(_time_all(backward_runs, device)[1])
+            enter_times_s.append(_time_all(enter, time_entering)[1])
+            backward_times_s.append(_time_all(backward_runs, time_backward)[1])
     forward = median_of(forward_times_s[1:])
     if not has_backward:
         return forward, Sample(MIN_S, 0.0)
@@ -114,14 +115,14 @@ def time_chain(
     return forward, Sample(max(backward_s, MIN_S), backward.spread)
 
 
-def _time_all(runs: Sequence[Callable[[], T]], device: torch.device) -> tuple[list[T], float]:
+def _time_all(runs: Sequence[Callable[[], T]], timer: QueuedTimer) -> tuple[list[T], float]:
     """Call all of `runs` in order, and return their results and the mean seconds of a call."""
     results: list[T] = []
 
     def run_all() -> None:
         results.extend(run() for run in runs)
 
-    return results, busy_s(run_all, device) / len(runs)
+    return results, timer(run_all) / len(runs)
 
 
 def _work_of(call: Call, result: Tensor) -> Work:

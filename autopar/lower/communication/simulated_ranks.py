@@ -273,7 +273,9 @@ def simulate(
 
     def run(rank: int) -> None:
         try:
-            with torch.set_grad_enabled(grad_enabled):
+            # Of an accelerator, autograd has one thread for all who call it: a rank that waits in its backward for
+            # another's would wait for itself.
+            with torch.set_grad_enabled(grad_enabled), torch.autograd.set_multithreading_enabled(mode=False):
                 results[rank] = fn(ThreadCommunicator(rank, room, torch.device(device)))
             with room.changed:
                 room.done.add(rank)

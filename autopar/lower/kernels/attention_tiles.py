@@ -5,24 +5,28 @@ Documents in one row and windows along it are made of such tiles; those of one s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
 from autopar.lower.autograd import call_function
 from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, empty_block, join_blocks
 
 __all__ = [
-    "Band", "Tiles", "add_tile_gradients", "add_tiles", "attend_tiles", "band_parts", "joined_tiles", "numbers",
-    "rows_of", "takes_varlen", "tiles_on", "tokens_of",
+    "Band", "Tiles", "add_tile_gradients", "add_tiles", "attend_tiles", "attend_varlen", "band_parts", "joined_tiles",
+    "numbers", "rows_of", "takes_varlen", "tiles_on", "tokens_of",
 ]  # fmt: skip
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
 """The largest head of torch's attention of variable lengths, and the number that its size must be a multiple of."""
+_VARLEN_TAKES_FEWER_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not before torch 2.12
 
 
 class Tiles(NamedTuple):
@@ -130,6 +134,30 @@ def takes_varlen(query: Tensor, value: Tensor) -> bool:
         query.device.type == "cuda" and is_narrow and size == value.shape[-1] <= _VARLEN_MOST
         and size % _VARLEN_UNIT == 0
     )  # fmt: skip
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], most: tuple[int, int], scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """torch's attention of variable lengths, with fewer heads of keys than of queries also where it takes none.
+
+    Args:
+        query: ``[tokens, heads, size]``.
+        key: ``[tokens, heads or fewer, size]``.
+        value: as `key`.
+        ends: of queries and of keys, where the sequences end, int32, after a zero.
+        most: the longest sequence of both.
+        scale: of the scores.
+        window_size: how many columns are seen before and after the one at a row's place; -1: all.
+    """
+    times = query.shape[1] // key.shape[1]
+    attend: Any = varlen_attn
+    if times > 1 and _VARLEN_TAKES_FEWER_HEADS:
+        attend = partial(attend, enable_gqa=True)
+    elif times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    return attend(query, key, value, *ends, *most, scale=scale, window_size=window_size)
 
 
 def tokens_of(x: Tensor) -> Tensor:

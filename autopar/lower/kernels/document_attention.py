@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
@@ -22,6 +21,7 @@ from autopar.lower.kernels.attention_tiles import (
     Band,
     Tiles,
     attend_tiles,
+    attend_varlen,
     band_parts,
     joined_tiles,
     numbers,
@@ -245,11 +245,9 @@ def _varlen(
     batch, heads, tokens, _ = query.shape
     ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
     q, k, v = (tokens_of(x) if order is None else tokens_of(x).index_select(0, order) for x in (query, key, value))
-    out = varlen_attn(
-        q, k, v, ends, ends, max(lengths), max(lengths), scale=scale, enable_gqa=key.shape[1] != heads,
-        window_size=(window - 1, 0 if is_causal else window - 1),
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
+    longest = max(lengths)
+    sides = (window - 1, 0 if is_causal else window - 1)
+    out = attend_varlen(q, k, v, (ends, ends), (longest, longest), scale, sides)
     if order is not None:
         out = torch.empty_like(out).index_copy(0, order, out)
     return out.view(batch, tokens, heads, -1).transpose(1, 2)

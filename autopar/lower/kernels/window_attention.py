@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
@@ -22,6 +21,7 @@ from autopar.lower.kernels.attention_tiles import (
     Band,
     Tiles,
     attend_tiles,
+    attend_varlen,
     band_parts,
     joined_tiles,
     numbers,
@@ -154,11 +154,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: Band)
     reach = band.window - 1
     sides = (reach + behind, -behind if band.is_causal else reach - behind)
     q, k, v = map(tokens_of, (query, key, value))
-    ends = [torch.arange(batch + 1, device=query.device, dtype=torch.int32) * n for n in (rows, columns)]
-    out = varlen_attn(
-        q, k, v, ends[0], ends[1], rows, columns, scale=scale, enable_gqa=key.shape[1] != heads, window_size=sides
+    row_ends, column_ends = (
+        torch.arange(batch + 1, device=query.device, dtype=torch.int32) * n for n in (rows, columns)
     )
-    assert isinstance(out, Tensor)
+    out = attend_varlen(q, k, v, (row_ends, column_ends), (rows, columns), scale, sides)
     return out.view(batch, rows, heads, -1).transpose(1, 2)
 
 
