@@ -7,7 +7,8 @@ first where there is none.  Cases "by hand" train the same model as torchtitan d
 each layer, selective or full activation checkpointing.  All cases of a model start from equal parameters, so their
 first losses say whether they compute the same.
 
-``--output FOLDER`` keeps what was measured; ``--measured FOLDER`` predicts again and prints, without a GPU.
+``--output FOLDER`` keeps what was measured in ``FOLDER/steps.json``; ``--measured FILE`` predicts again for such a file
+and prints, without a GPU.  ``benchmarks/measured/h200-steps.json`` is one, with its profile beside it.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ def _cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was predicted and measured; `problem` says why not."""
+    """What was predicted and measured; `problem` says why not.  Only seconds of one `machine` may be compared."""
 
     case: str
     device: str = ""
+    machine: str = ""
     torch: str = ""
     predicted_s: float = 0.0
     predicted_bytes: float = 0.0
@@ -127,8 +129,8 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What may follow ``accuracy.py gpu``."""
     parser.add_argument("--only", nargs="+", help="cases whose names contain one of these texts")
-    parser.add_argument("--output", type=Path, help="a folder for one JSON file per case")
-    parser.add_argument("--measured", type=Path, help="such a folder: predict again, without a GPU")
+    parser.add_argument("--output", type=Path, help="a folder for steps.json, and one file per case")
+    parser.add_argument("--measured", type=Path, help="a steps.json: predict again, without a GPU")
     parser.add_argument("--profile", type=Path, help="with --measured: prices from this profile, not estimates")
     parser.add_argument("--device", default="h100", help="with --measured: the device of estimates (default h100)")
     parser.add_argument("--kernels", action="store_true", help="keep the kernels of a step that take longest, too")
@@ -143,9 +145,9 @@ def run(options: argparse.Namespace) -> int:
         return _run_case(options.case, options.output, kernels=options.kernels)
     chosen = [case for case in _cases() if not options.only or any(text in case.name for text in options.only)]
     if options.measured:
-        read = [_read(options.measured, case) for case in chosen]
-        outcomes = [_predict_again(case, o, options) if o else None for case, o in zip(chosen, read, strict=True)]
-        return _print([outcome for outcome in outcomes if outcome], options)
+        by_name = {case.name: case for case in chosen}
+        rows = [Outcome(**row) for row in json.loads(options.measured.read_text())]
+        return _print([_predict_again(by_name[o.case], o, options) for o in rows if o.case in by_name], options)
     if not torch.cuda.is_available():
         print("no GPU here: this compares real steps on one NVIDIA GPU with what was predicted; run it where "
               "torch.cuda.is_available()", file=sys.stderr)  # fmt: skip
@@ -155,16 +157,12 @@ def run(options: argparse.Namespace) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     with ThreadPoolExecutor(options.workers) as pool:
         outcomes = list(pool.map(partial(_in_process, folder, ["--kernels"] if options.kernels else []), chosen))
+    (folder / "steps.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     return _print(outcomes, options)
 
 
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_').replace('=', '-')}.json"
-
-
-def _read(folder: Path, case: Case) -> Outcome | None:
-    path = _path(folder, case.name)
-    return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
 
 def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
@@ -175,8 +173,8 @@ def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
         said = (done.stderr or done.stdout)[-2000:]
     except subprocess.TimeoutExpired:
         said = f"not done after {_LIMIT_S} s"
-    outcome = _read(folder, case) or Outcome(case.name, problem=said)
-    _path(folder, case.name).write_text(json.dumps(asdict(outcome)))
+    path = _path(folder, case.name)
+    outcome = Outcome(**json.loads(path.read_text())) if path.exists() else Outcome(case.name, problem=said)
     print(_line(outcome), flush=True)
     return outcome
 
@@ -273,8 +271,10 @@ def _train(case: Case, *, kernels: bool) -> Outcome:
     seconds = [step() for _ in range(_STEPS)]
     peak_bytes = float(torch.cuda.max_memory_allocated())
     return Outcome(
-        case.name, torch.cuda.get_device_name(), torch.__version__, predicted_s, predicted_bytes, seconds, peak_bytes,
-        losses[:4], first_s, setup_s, report=_report(case, model, step), kernels=_kernels(step) if kernels else "",
+        case=case.name, device=torch.cuda.get_device_name(), machine=str(torch.cuda.get_device_properties(0).uuid),
+        torch=torch.__version__, predicted_s=predicted_s, predicted_bytes=predicted_bytes, measured_s=seconds,
+        measured_bytes=peak_bytes, losses=losses[:4], first_step_s=first_s, setup_s=setup_s,
+        report=_report(case, model, step), kernels=_kernels(step) if kernels else "",
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def _line(o: Outcome) -> str:
     spread = (max(o.measured_s) - min(o.measured_s)) / o.median_s
     return (f"{o.case:<42} {o.predicted_s * 1e3:>8.1f} {o.median_s * 1e3:>8.1f} ms {ratio} (spread {spread:.0%}) "
             f"{o.predicted_bytes / 2**30:>6.2f} {o.measured_bytes / 2**30:>6.2f} GiB {room}  first step "
-            f"{o.first_step_s:.0f} s, loss {o.losses[0]:.4f} {o.losses[-1]:.4f}")  # fmt: skip
+            f"{o.first_step_s:.0f} s, loss {o.losses[0]:.4f} {o.losses[-1]:.4f}  {o.machine[:12]}")  # fmt: skip
 
 
 def _print(outcomes: list[Outcome], options: argparse.Namespace) -> int:

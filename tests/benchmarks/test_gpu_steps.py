@@ -1,0 +1,38 @@
+"""Steps measured on an H200 are predicted, in time and memory, from published figures and from its profile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from autopar.cost import Profile
+from benchmarks.predictions import gpu
+from tests.ranks import REPOSITORY
+
+MEASURED = REPOSITORY / "benchmarks" / "measured"
+ROWS = [gpu.Outcome(**row) for row in json.loads((MEASURED / "h200-steps.json").read_text())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "within"), [
+    ("8b compiled recompute=none", 0.08), ("8b eager recompute=none", 0.08), ("8b compiled recompute=full", 0.06),
+])  # fmt: skip
+def test_a_measured_step_is_predicted(case: str, within: float) -> None:
+    (known,) = (each for each in gpu._cases() if each.name == case)
+    measured = [row for row in ROWS if row.case == case]
+    for profile in (None, MEASURED / "h200-profile.json"):
+        predicted = gpu._predict_again(known, measured[0], argparse.Namespace(device="h200", profile=profile))
+        for row in measured:
+            assert predicted.predicted_s == pytest.approx(row.median_s, rel=within)
+            assert predicted.predicted_bytes >= 0.98 * row.measured_bytes
+
+
+def test_a_profile_of_a_gpu_is_steady_and_reaches_sizes_that_fill_it() -> None:
+    profile = Profile.load(MEASURED / "h200-profile.json")
+    assert profile.spread < 0.05
+    large = [
+        profile.curves[key].points[-1].seconds for key in ("optimizer", "elementwise/forward", "op/aten.add/forward")
+    ]
+    assert min(large) > 20 * profile.curves["elementwise/forward"].overhead_s
