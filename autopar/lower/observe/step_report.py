@@ -78,12 +78,13 @@ class StepReport:
             (self._name(indices), [self._both(indices, column) for column in COLUMNS]) for indices in self.equal_layers
         ]
 
-    def streams(self) -> list[tuple[str, float | None, float]]:
-        """Stream, or the whole step -> predicted and measured seconds."""
-        results: list[tuple[str, float | None, float]] = [
-            (s, self.stream_s(self.predicted, s) if self.predicted else None, self.stream_s(self.measured, s))
+    def streams(self) -> list[tuple[str, float | None, float | None]]:
+        """Stream, or the whole step -> predicted and measured seconds; None: not known.  Nobody measures the host's."""
+        results: list[tuple[str, float | None, float | None]] = [
+            (s, self.stream_s(self.predicted, s) if self.predicted else None,
+             None if s == "host" else self.stream_s(self.measured, s))
             for s in STREAMS
-        ]
+        ]  # fmt: skip
         predicted_s = self.predicted.step_s if self.predicted else None
         return [*results, ("step", predicted_s, self.measured.step_s)]
 
@@ -175,12 +176,12 @@ class StepReport:
         return cls(median, steps_s, predicted, layers, equal_layers, group, kernels)
 
 
-def _cell(predicted_s: float | None, measured_s: float) -> str:
-    return f"{'-' if predicted_s is None else format_seconds(predicted_s)} / {format_seconds(measured_s)}"
+def _cell(predicted_s: float | None, measured_s: float | None) -> str:
+    return " / ".join("-" if seconds is None else format_seconds(seconds) for seconds in (predicted_s, measured_s))
 
 
-def _ratio(predicted_s: float | None, measured_s: float) -> str:
-    return f"{measured_s / predicted_s:.2f}" if predicted_s else "-"
+def _ratio(predicted_s: float | None, measured_s: float | None) -> str:
+    return f"{measured_s / predicted_s:.2f}" if predicted_s and measured_s is not None else "-"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -237,7 +238,7 @@ def _step_section(report: StepReport) -> Section:
 
 def _stream_table(report: StepReport) -> Table:
     rows = [
-        (name, _page_cell(predicted_s), milliseconds(measured_s)) for name, predicted_s, measured_s in report.streams()
+        (name, _page_cell(predicted_s), _page_cell(measured_s)) for name, predicted_s, measured_s in report.streams()
     ]
     return Table("What each stream does in a step", ("stream", "predicted, ms", "measured, ms"), tuple(rows))
 
