@@ -24,9 +24,7 @@ __all__ = ["settle_gloo", "settle_gloo_at_exit"]
 _THREADS = Path("/proc/self/task")
 _GLOO = "pt_gloo_runloop"  # the name that ProcessGroupGloo gives to its threads
 _LONGEST_INTERVAL_S = 0.05  # ten times Python's own: a program that sets more is to end, too
-_LIMIT_S = (
-    10.0  # a thread that is ready to run gets a core sooner, on the busiest machine; if not, that is no reason to hang
-)
+_LIMIT_S = 10.0  # a thread that is ready to run gets a core sooner, even on a busy machine; what may follow is no hang
 
 
 @cache
