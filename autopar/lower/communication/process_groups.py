@@ -15,6 +15,7 @@ from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
 from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack, split_rows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
+from autopar.lower.communication.process_end import settle_gloo_at_exit
 from autopar.placement import Axis
 
 __all__ = ["ProcessGroupCommunicator"]
@@ -71,6 +72,7 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _AxisGroup] = {}
         self._host_group: dist.ProcessGroup | None = None  # for numbers, where the devices have another backend
+        settle_gloo_at_exit()
         if self.world_size > 1:
             timeout = torch_groups.world_timeout()
             store = torch_groups.open_store(self._ranks)
