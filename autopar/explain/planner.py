@@ -22,7 +22,6 @@ from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import ConsideredPlan, TrainingSpec
-from autopar.search.considered_plans import describe_plan
 from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
 
@@ -76,16 +75,12 @@ class Planner:
         if is_alternative:
             return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)
         considered: list[ConsideredPlan] = []
-
-        def keep(final: Plan) -> None:
-            considered.append(describe_plan(final))
-
         lengths = self._lengths(question, program)
         if lengths is not None:
             target = self.model(question)
             trace = row_tracer(target.model, target.example_inputs, program, setup)
             setup = replace(setup, lengths=lengths, trace_rows=trace)
-        request = replace(request, on_considered=considered.append, on_final=keep)
+        request = replace(request, on_considered=considered.append)
         plan = search_setup(program, size, setup, request)
         if lengths is not None:
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Plan
 from autopar.schedules import Shape
+from autopar.search.considered_plans import describe_plan
 from autopar.search.final_candidates import MemoryFilter, PlanCandidate, host_shortage, with_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
@@ -97,9 +98,7 @@ def select_plan(
         if candidate.shape is not None:
             staged.append(candidate)
         is_best = best is None or _order(plan) < _order(best)
-        # Who asks may time the layers of each: pipelines of one setting have nearly the same.
-        if request.on_final is not None and (is_new or is_best):
-            request.on_final(plan)
+        _tell(plan, request, is_other=is_new or is_best)
         fastest = min(fastest or plan, plan, key=lambda each: each.step_time_s)
         if is_best:
             best, notes = plan, candidate.context.notes
@@ -108,6 +107,16 @@ def select_plan(
         return best, [*notes, _note_stages(best, fastest or best)]
     _refuse(shortages or _host_shortages(pipelines), refused, memory, 1 + request.memory_error)
     return None
+
+
+def _tell(plan: Plan, request: SearchRequest, *, is_other: bool) -> None:
+    """Tell who asks for it what was simulated.  Who times layers does so of other plans only: pipelines of one setting
+    have nearly the same layers.
+    """
+    if request.on_final is not None and is_other:
+        request.on_final(plan)
+    if request.on_considered is not None:
+        request.on_considered(describe_plan(plan))
 
 
 def simulated_s(

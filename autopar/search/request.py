@@ -78,9 +78,11 @@ class SearchRequest:
             passed over, and the gap of a plan that is slower is not sought.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         gaps: where gaps are left to be sought later; None: each search seeks its own.
-        on_final: is called with plans whose step was simulated: the chosen one, and those that came near; of
-            pipelines with equal numbers of device groups and microbatches those that were the best so far.
-        on_considered: is called with plans that the search considered: the fast ones, and a sample of the others.
+        on_final: is called with plans whose layers are worth timing, as a timed one may be the fastest: the chosen one,
+            and those that came near; of pipelines with equal numbers of device groups and microbatches those that were
+            the best so far.  With it a search looks at, and simulates, more.
+        on_considered: is called with plans that the search considered: those that were simulated, other fast ones, and
+            a sample of the rest.
     """
 
     memory_limit_bytes: float | None = None
