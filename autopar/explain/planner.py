@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -60,17 +61,18 @@ class Planner:
     _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
     _known: KnownLayers = field(default_factory=KnownLayers)
 
-    def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
+    def answer(self, question: Question, *, is_alternative: bool = False, deadline: float = math.inf) -> Answer:
         """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
         said of other plans, of another precision, of other lengths, or of how far it may be from the best.
 
         Raises:
+            DeadlineError: the search had not ended at `deadline` (of `time.perf_counter`).
             InfeasibleError: nothing fits.
             AutoparError: the target or the question can't be used.
         """
         program = self.program(question)
         setup = replace(self._setup(question), trace_s=self._traced_program(question)[1])
-        request = replace(request_of(setup), known=self._known.for_other_constraints())
+        request = replace(request_of(setup), known=self._known.for_other_constraints(), deadline=deadline)
         size = question.cluster.world_size
         if is_alternative:
             return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)

@@ -81,6 +81,7 @@ def select_plan(
     memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
     queue = sorted([*memory.without_stages, *with_stages(pipelines)], key=_seconds_of)
     while queue:
+        request.check_time()
         candidate = queue.pop(0)
         if not _may_be_best(candidate, best, staged, memory, request):
             continue

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import DeadlineError
 from autopar.placement import Layout
 from autopar.plan import Decisions, Plan
 from autopar.schedules.action_lists import ScheduleSource
@@ -76,6 +77,7 @@ class SearchRequest:
         memory_error: how far predicted peaks can be off, relative: a plan must fit with that added.
         rival_s: seconds of a plan that is known, as `plan_selection.preferred_s` counts them: what can't be faster is
             passed over, and the gap of a plan that is slower is not sought.
+        deadline: when a search that has not ended stops, by `time.perf_counter`, or a few seconds later.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         gaps: where gaps are left to be sought later; None: each search seeks its own.
         on_final: is called with plans whose layers are worth timing, as a timed one may be the fastest: the chosen one,
@@ -95,7 +97,13 @@ class SearchRequest:
     any_batch: bool = False
     memory_error: float = 0.0
     rival_s: float = math.inf
+    deadline: float = field(default=math.inf, compare=False)
     known: KnownLayers = field(default_factory=KnownLayers, compare=False, repr=False)
     gaps: DeferredGaps | None = field(default=None, compare=False, repr=False)
     on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[ConsideredPlan], None] | None = None
+
+    def check_time(self) -> None:
+        """Raise `DeadlineError` if the deadline is over."""
+        if time.perf_counter() > self.deadline:
+            raise DeadlineError("the search was stopped at its deadline, before it found a plan")

@@ -160,6 +160,7 @@ class SingleStageSearch:
         """Whether so many microbatches add anything."""
         self._last = []
         for shared in shared_storage_choices(self._context):
+            self._context.request.check_time()
             candidates = make_candidate_set(self._context, count, dict(assignment.factors), shared)
             if candidates is not None:
                 self._last.append(_search_paths(candidates))
