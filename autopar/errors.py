@@ -110,6 +110,10 @@ class HostMemoryError(InfeasibleError):
     """Plans that fit on the devices offload more than fits in the memory of their hosts."""
 
 
+class DeadlineError(AutoparError):
+    """A search was stopped at its deadline (`autopar.search.SearchRequest.deadline`)."""
+
+
 class PlanFormatError(AutoparError):
     """The text of a plan can't be read."""
 

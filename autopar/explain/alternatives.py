@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError, QuestionError
+from autopar.errors import AutoparError, DeadlineError, QuestionError
 from autopar.explain.planner import Planner
 from autopar.explain.question import Question, change
 from autopar.plan import Plan
@@ -31,15 +32,20 @@ class Alternative:
     problem: str = ""
 
 
-def _alternative(planner: Planner, name: str, question: Question) -> Alternative:
+def _alternative(
+    planner: Planner, name: str, question: Question, deadline: float = math.inf, late: str = ""
+) -> Alternative:
+    """The best plan, or the problem: `late` if it is not found before the deadline (of `time.perf_counter`)."""
     try:
-        return Alternative(name, planner.answer(question, is_alternative=True).plan)
+        return Alternative(name, planner.answer(question, is_alternative=True, deadline=deadline).plan)
+    except DeadlineError:
+        return Alternative(name, problem=late)
     except AutoparError as error:
         return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
 
 
 def alternative_before(planner: Planner, question: Question, text: str, deadline: float) -> Alternative:
-    """The best plan after one change (see `change`), unless `deadline` (of `time.perf_counter`) is over."""
+    """The best plan after one change (see `change`), if it is found before `deadline` (of `time.perf_counter`)."""
     if time.perf_counter() > deadline:
         return Alternative(text, problem="not searched, the time ran out (--seconds)")
     try:
@@ -47,7 +53,7 @@ def alternative_before(planner: Planner, question: Question, text: str, deadline
         planner.program(changed)
     except QuestionError as error:
         return Alternative(text, problem=str(error))
-    return _alternative(planner, text, changed)
+    return _alternative(planner, text, changed, deadline, "stopped, the time ran out (--seconds)")
 
 
 def sweep_questions(
@@ -97,7 +103,7 @@ def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:
 @phase("pricing other choices")
 def forced_choices(planner: Planner, question: Question, plan: Plan, budget_s: float) -> tuple[Alternative, ...]:
     """The usual alternatives to the decisions of `plan`, without its own number of device groups, while there is time
-    for one more search as long as the longest.
+    for one more search as long as the longest; one that takes longer is stopped.
     """
     own = f"pipeline={plan.num_groups}" if plan.stages else "pipeline=1"
     rows: list[Alternative] = []
@@ -108,7 +114,9 @@ def forced_choices(planner: Planner, question: Question, plan: Plan, budget_s: f
             rows.append(Alternative(text, problem=f"not searched: the {budget_s:g} s of --why-seconds ran out"))
             continue
         constraints = (*question.constraints, *text.split(", "))
-        rows.append(_alternative(planner, text, replace(question, constraints=constraints)))
+        changed = replace(question, constraints=constraints)
+        stopped = f"stopped: the {budget_s:g} s of --why-seconds ran out"
+        rows.append(_alternative(planner, text, changed, started + budget_s, stopped))
         now = time.perf_counter()
         longest_s, before = max(longest_s, now - before), now
     return tuple(rows)

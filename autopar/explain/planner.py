@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,6 @@ from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import ConsideredPlan, TrainingSpec
-from autopar.search.considered_plans import describe_plan
 from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
 
@@ -61,31 +61,28 @@ class Planner:
     _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
     _known: KnownLayers = field(default_factory=KnownLayers)
 
-    def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
+    def answer(self, question: Question, *, is_alternative: bool = False, deadline: float = math.inf) -> Answer:
         """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
         said of other plans, of another precision, of other lengths, or of how far it may be from the best.
 
         Raises:
+            DeadlineError: the search had not ended at `deadline` (of `time.perf_counter`).
             InfeasibleError: nothing fits.
             AutoparError: the target or the question can't be used.
         """
         program = self.program(question)
         setup = replace(self._setup(question), trace_s=self._traced_program(question)[1])
-        request = replace(request_of(setup), known=self._known.for_other_constraints())
+        request = replace(request_of(setup), known=self._known.for_other_constraints(), deadline=deadline)
         size = question.cluster.world_size
         if is_alternative:
             return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)
         considered: list[ConsideredPlan] = []
-
-        def keep(final: Plan) -> None:
-            considered.append(describe_plan(final))
-
         lengths = self._lengths(question, program)
         if lengths is not None:
             target = self.model(question)
             trace = row_tracer(target.model, target.example_inputs, program, setup)
             setup = replace(setup, lengths=lengths, trace_rows=trace)
-        request = replace(request, on_considered=considered.append, on_final=keep)
+        request = replace(request, on_considered=considered.append)
         plan = search_setup(program, size, setup, request)
         if lengths is not None:
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean

@@ -202,6 +202,7 @@ def _known_candidates(
     )  # fmt: skip
 
     def make() -> tuple[LayerCandidate, ...]:
+        context.request.check_time()
         work = known.get(same, ("work", facts), lambda: LayerWork(settings, layer))
         return layer_candidates(work, meshes, demands)
 

@@ -12,7 +12,7 @@ from autopar.schedules import Shape
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineCandidate, PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.search_context import SearchContext
-from autopar.search.single_stage import SingleStagePaths
+from autopar.search.single_stage import PathOrder, SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import StepPricing
 
@@ -39,11 +39,21 @@ class PlanCandidate:
     decide: Callable[[], Decisions]
     counted_bytes: float  # as searches count them
     shape: Shape | None = None
-    known: dict[int, Plan] = field(default_factory=dict[int, Plan])
-    walked: dict[int, float] = field(default_factory=dict[int, float])
-    number: int = 0  # in `known` and `walked`
+    known: dict[PathOrder, Plan] = field(default_factory=dict["PathOrder", "Plan"])
+    walked: dict[PathOrder, float] = field(default_factory=dict["PathOrder", float])
+    number: PathOrder = (0, 0)  # in `known` and `walked`
+    paths: SingleStagePaths | None = None
     pipeline: PipelineCandidate | None = None
     times_shrunk: int = 0
+
+    @classmethod
+    def of_path(cls, paths: SingleStagePaths, path: int, order: int = 0) -> PlanCandidate:
+        """One without stages."""
+        return cls(
+            paths.candidates.context, float(paths.least_s[path]), paths.pool.time_s[path],
+            partial(paths.decisions, path, order), paths.pool.peak_bytes[path], known=paths.plans,
+            walked=paths.walked_bytes, number=(path, order), paths=paths,
+        )  # fmt: skip
 
     @classmethod
     def of_pipeline(cls, pipeline: PipelineCandidate, times_shrunk: int = 0) -> PlanCandidate:
@@ -52,6 +62,14 @@ class PlanCandidate:
             pipeline.candidates.context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.peak_bytes,
             pipeline.shape, pipeline=pipeline, times_shrunk=times_shrunk,
         )  # fmt: skip
+
+    @property
+    def reordered(self) -> Iterator[PlanCandidate]:
+        """Plans without stages that differ only in the order of equal layers; none of one that is such a plan."""
+        path, order = self.number
+        if self.paths is not None and not order:
+            for other in range(1, len(self.paths.orders(path))):
+                yield PlanCandidate.of_path(self.paths, path, other)
 
     @property
     def setting(self) -> tuple[int, int]:
@@ -121,15 +139,7 @@ class MemoryFilter:
     @cached_property
     def without_stages(self) -> tuple[PlanCandidate, ...]:
         """What no other path beats, however much memory it takes: a smaller limit leaves some of the same."""
-        return tuple(
-            PlanCandidate(
-                paths.candidates.context, float(paths.least_s[path]), paths.pool.time_s[path],
-                partial(paths.decisions, path), paths.pool.peak_bytes[path], known=paths.plans,
-                walked=paths.walked_bytes, number=path,
-            )
-            for paths in self.searched
-            for path in paths.front
-        )  # fmt: skip
+        return tuple(PlanCandidate.of_path(paths, path) for paths in self.searched for path in paths.front)
 
     def may_fit(self, candidate: PlanCandidate) -> bool:
         """Whether it fits as it is counted or, of a few that don't, by the walk through the step; of pipelines also

@@ -2,9 +2,10 @@
 
 A search minimizes seconds less what is overlapped by estimate (`autopar.step.overlap_estimate`); what compute really
 overlaps is only seen when a step is simulated.  Of the paths without stages, all are simulated that may turn out
-fastest: those that no other beats in memory and seconds, by estimate or with all overlapped that may be.  Which ones
-these are does not depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
-at does depend on it; of them those are simulated that may turn out fastest, up to a few, the least seconds first.
+fastest: those that no other beats in memory and seconds, by estimate or with all overlapped that may be, and the same
+with equal layers in other orders.  Which ones these are does not depend on the memory limit, so more memory never gives
+a slower plan.  Which pipelines a search looks at does depend on it; of them those are simulated that may turn out
+fastest, up to a few, the least seconds first.
 
 Stages ask more of the caller's code (microbatches, a backward inside the call), so nobody gets them for a gain that may
 not be there: a pipeline must be faster than what runs without stages by more than predictions are off (`STAGES_GAIN`).
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Plan
 from autopar.schedules import Shape
+from autopar.search.considered_plans import describe_plan
 from autopar.search.final_candidates import MemoryFilter, PlanCandidate, host_shortage, with_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
@@ -79,8 +81,12 @@ def select_plan(
     memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
     queue = sorted([*memory.without_stages, *with_stages(pipelines)], key=_seconds_of)
     while queue:
+        request.check_time()
         candidate = queue.pop(0)
-        if not _is_worth_simulating(candidate, best, staged, memory, request):
+        if not _may_be_best(candidate, best, staged, memory, request):
+            continue
+        queue[:0] = candidate.reordered
+        if best is not None and request.on_final is None and candidate.is_slower(preferred_s(best)):
             continue
         plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
         if short is not None:
@@ -92,18 +98,26 @@ def select_plan(
         is_new = candidate.shape is None or candidate.setting not in {each.setting for each in staged}
         if candidate.shape is not None:
             staged.append(candidate)
-        # Who asks may time the layers of each: pipelines of one setting have nearly the same.
-        if request.on_final is not None and (is_new or best is None or _order(plan) < _order(best)):
-            request.on_final(plan)
-        if fastest is None or plan.step_time_s < fastest.step_time_s:
-            fastest = plan
-        if best is None or _order(plan) < _order(best):
+        is_best = best is None or _order(plan) < _order(best)
+        _tell(plan, request, is_other=is_new or is_best)
+        fastest = min(fastest or plan, plan, key=lambda each: each.step_time_s)
+        if is_best:
             best, notes = plan, candidate.context.notes
     if best is not None:
         _note_largest(pipelines, staged)
         return best, [*notes, _note_stages(best, fastest or best)]
     _refuse(shortages or _host_shortages(pipelines), refused, memory, 1 + request.memory_error)
     return None
+
+
+def _tell(plan: Plan, request: SearchRequest, *, is_other: bool) -> None:
+    """Tell who asks for it what was simulated.  Who times layers does so of other plans only: pipelines of one setting
+    have nearly the same layers.
+    """
+    if request.on_final is not None and is_other:
+        request.on_final(plan)
+    if request.on_considered is not None:
+        request.on_considered(describe_plan(plan))
 
 
 def simulated_s(
@@ -141,7 +155,7 @@ def replaced_by_stages_s(plan: Plan) -> float:
     return preferred_s(plan) / STAGES_GAIN
 
 
-def _is_worth_simulating(
+def _may_be_best(
     candidate: PlanCandidate,
     best: Plan | None,
     staged: Sequence[PlanCandidate],
@@ -149,12 +163,9 @@ def _is_worth_simulating(
     request: SearchRequest,
 ) -> bool:
     """Whether it may fit and replace `best`, after the pipelines that were simulated before it."""
-    if best is None:
-        return memory.may_fit(candidate)
-    is_passed_over = not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, len(staged))
-    if is_passed_over or not memory.may_fit(candidate):
+    if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, len(staged))):
         return False
-    return request.on_final is not None or not candidate.is_slower(preferred_s(best))
+    return memory.may_fit(candidate)
 
 
 def _is_hopeful(candidate: PlanCandidate, best: Plan, request: SearchRequest) -> bool:

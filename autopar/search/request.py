@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import DeadlineError
 from autopar.placement import Layout
 from autopar.plan import Decisions, Plan
 from autopar.schedules.action_lists import ScheduleSource
@@ -76,11 +77,14 @@ class SearchRequest:
         memory_error: how far predicted peaks can be off, relative: a plan must fit with that added.
         rival_s: seconds of a plan that is known, as `plan_selection.preferred_s` counts them: what can't be faster is
             passed over, and the gap of a plan that is slower is not sought.
+        deadline: when a search that has not ended stops, by `time.perf_counter`, or a few seconds later.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         gaps: where gaps are left to be sought later; None: each search seeks its own.
-        on_final: is called with plans whose step was simulated: the chosen one, and those that came near; of
-            pipelines with equal numbers of device groups and microbatches those that were the best so far.
-        on_considered: is called with plans that the search considered: the fast ones, and a sample of the others.
+        on_final: is called with plans whose layers are worth timing, as a timed one may be the fastest: the chosen one,
+            and those that came near; of pipelines with equal numbers of device groups and microbatches those that were
+            the best so far.  With it a search looks at, and simulates, more.
+        on_considered: is called with plans that the search considered: those that were simulated, other fast ones, and
+            a sample of the rest.
     """
 
     memory_limit_bytes: float | None = None
@@ -93,7 +97,13 @@ class SearchRequest:
     any_batch: bool = False
     memory_error: float = 0.0
     rival_s: float = math.inf
+    deadline: float = field(default=math.inf, compare=False)
     known: KnownLayers = field(default_factory=KnownLayers, compare=False, repr=False)
     gaps: DeferredGaps | None = field(default=None, compare=False, repr=False)
     on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[ConsideredPlan], None] | None = None
+
+    def check_time(self) -> None:
+        """Raise `DeadlineError` if the deadline is over."""
+        if time.perf_counter() > self.deadline:
+            raise DeadlineError("the search was stopped at its deadline, before it found a plan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,14 +20,19 @@ from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
-__all__ = ["SingleStagePaths", "SingleStageSearch"]
+__all__ = ["PathOrder", "SingleStagePaths", "SingleStageSearch"]
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+PathOrder = tuple[int, int]
+"""A path by its index in a pool, and one of its `SingleStagePaths.orders` by its index there."""
 
 # Share of time or memory that more microbatches must gain for still more to be tried: prices are no more accurate.
 _WORTH = 0.01
 # Points of the hull that bounds of one limit need: they are sought near it.
 _BOUND_PRICES = 10
+_ROUNDING = 1e-9  # of a sum, in another order
+_FIRST = 3  # runs of equal candidates that are tried in front of the others: each takes a simulation of 10 ms
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +45,29 @@ class SingleStagePaths:
     pool: PathPool
     least: PathPool
     least_s: Array
-    plans: dict[int, Plan] = field(default_factory=dict[int, Plan], repr=False)
+    plans: dict[PathOrder, Plan] = field(default_factory=dict["PathOrder", "Plan"], repr=False)
     """Those of paths that were simulated."""
-    walked_bytes: dict[int, float] = field(default_factory=dict[int, float], repr=False)
+    walked_bytes: dict[PathOrder, float] = field(default_factory=dict["PathOrder", float], repr=False)
     """The most that a device holds at any moment, the batch included, of paths that were walked through for it."""
     _near: dict[float, PathPool] = field(default_factory=dict[float, PathPool], repr=False)
+    _orders: dict[int, tuple[Indices, ...]] = field(default_factory=dict[int, "tuple[Indices, ...]"], repr=False)
 
-    def decisions(self, path: int) -> Decisions:
-        """Those of the path of this index."""
-        return self.candidates.decisions(self.pool.paths[path].tolist())
+    def decisions(self, path: int, order: int = 0) -> Decisions:
+        """Those of the path of this index, its layers in this one of its `orders`."""
+        return self.candidates.decisions(self.orders(path)[order].tolist() if order else self.pool.paths[path].tolist())
+
+    def orders(self, path: int) -> tuple[Indices, ...]:
+        """The path of this index, and others whose equal layers have the same candidates in another order.
+
+        All sums are the same, but not what is overlapped: what a layer gathers or reduces overlaps with its neighbors.
+        """
+        if path not in self._orders:
+            found = self.pool.paths[path]
+            others = np.stack([found, *_other_orders(found, self.candidates.context.classes)])
+            costs = np.hstack([path_costs(chain, others) for chain in (self.pool.chain, self.least.chain)])
+            is_same = np.isclose(costs, costs[0], rtol=_ROUNDING, atol=0.0).all(axis=1)
+            self._orders[path] = tuple(others[is_same])
+        return self._orders[path]
 
     def sums_s(self, paths: Sequence[int]) -> Array:
         """Seconds of the paths of these indices if nothing is overlapped."""
@@ -81,7 +101,7 @@ class SingleStagePaths:
         """The limit, or the bytes of a path that is counted as larger but fits."""
         context = self.candidates.context
         allowed_bytes = limit_bytes + context.request.training.batch_bytes(context.program)
-        fitting = (path for path, walked in self.walked_bytes.items() if walked <= allowed_bytes)
+        fitting = (path for (path, _), walked in self.walked_bytes.items() if walked <= allowed_bytes)
         return max([limit_bytes, *(self.pool.peak_bytes[path] for path in fitting)])
 
     def lower_bound_s(self, limit_bytes: float) -> float:
@@ -140,6 +160,7 @@ class SingleStageSearch:
         """Whether so many microbatches add anything."""
         self._last = []
         for shared in shared_storage_choices(self._context):
+            self._context.request.check_time()
             candidates = make_candidate_set(self._context, count, dict(assignment.factors), shared)
             if candidates is not None:
                 self._last.append(_search_paths(candidates))
@@ -181,6 +202,24 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     if fastest is not pool:
         pool.add(*fastest.paths, *fastest_paths(chain).paths)
     return SingleStagePaths(candidates, pool, fastest, path_costs(least, np.stack(pool.paths))[:, 0])
+
+
+def _other_orders(path: Indices, classes: Sequence[int]) -> Iterator[Indices]:
+    """Paths with the same candidates on the layers of each class: in reverse, and with each of the most frequent ones
+    first.
+    """
+    of_class = np.array(classes)
+    places = [np.flatnonzero(of_class == first) for first in dict.fromkeys(classes)]
+    seen = {tuple(path.tolist())}
+    usual = Counter[int](path.tolist()).most_common(_FIRST)
+    for first in (None, *(chosen for chosen, _ in usual)):
+        other = path.copy()
+        for own in places:
+            chosen = path[own]
+            other[own] = chosen[::-1] if first is None else chosen[np.argsort(chosen != first, kind="stable")]
+        if tuple(other.tolist()) not in seen:
+            seen.add(tuple(other.tolist()))
+            yield other
 
 
 def _chain(candidates: CandidateSet) -> Chain:

@@ -73,6 +73,8 @@ def test_lengths_of_a_file_make_a_family(capsys: pytest.CaptureFixture[str], tmp
 def test_json_has_what_the_docs_say(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--cluster", "2xh100", "--constraint", "pipeline=1", "--constraint", "tensor=2")
     found = ask_json(capsys, TARGET, *asked, "--why-seconds", "0.01", "--what-if", "memory=40GiB")
+    # The first of them begins, and is stopped.
+    assert {row["problem"].partition(":")[0] for row in found["forced"]} == {"stopped", "not searched"}
     docs = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
     described = set(re.findall(r"`(\w+)`", docs[docs.index("## JSON") :]))
     del found["plan"], found["what_if"][0]["plan"]  # those are the plan's own format

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from autopar.cluster import HostLink
@@ -9,8 +12,10 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Decisions
 from autopar.schedules import Shape
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search
+from autopar.search.lagrangian import PathPool
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import idle_of
+from autopar.search.plan_selection import select_plan
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.pricing import StepPricing
 from tests.search.across_programs import decoder_model
@@ -83,3 +88,19 @@ def test_split_backwards_gain_less_the_more_microbatches_there_are() -> None:
     shapes = [Shape("zbv", 4, 8, count) for count in (8, 16, 32)]
     gains = [idle_of(shape, shape.actions(schedule_actions)).split_gain for shape in shapes]
     assert 1 >= gains[0] > gains[1] > gains[2] > 0
+
+
+def test_equal_layers_are_tried_in_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = ("pipeline=1", "microbatches=2", "mesh=4")
+    searched, _ = looked_at(monkeypatch, constraints)
+    request, num_faster, paths = SearchRequest(None, TrainingSpec(), constraints), 0, searched[-1]
+    for path in (path for path in paths.front if len(paths.orders(path)) > 1):
+        pool = PathPool(paths.pool.chain)
+        pool.add(paths.pool.paths[path])
+        alone = replace(paths, pool=pool, least_s=paths.least_s[[path]], plans={}, walked_bytes={}, _orders={})
+        own_s = [simulated_s(alone.decisions(0, order)) for order in range(len(alone.orders(0)))]
+        num_faster += min(own_s) < own_s[0]
+        selected = select_plan([alone], None, math.inf, 0.0, request)
+        assert selected is not None
+        assert selected[0].step_time_s == pytest.approx(min(own_s), rel=1e-9)
+    assert num_faster, "orders make no difference here, so this test shows nothing"

@@ -363,6 +363,7 @@ def _solve(
 ) -> PipelineCandidate:
     """Choose the candidates for these cuts, and add them to the results."""
     choices, guides = guided[idle[cuts.shape].split_gain]
+    choices.candidates.context.request.check_time()
     pipeline = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
     results.found.append(pipeline)
     return pipeline

@@ -47,6 +47,7 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     With `adds_variants`, small ones are also run by variants of their schedules (`PipelineSchedule.variant_of`).
     """
     for pipeline in sorted(results.found, key=lambda each: each.step_s)[:_REFINED]:
+        pipeline.candidates.context.request.check_time()
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
             results.found.append(pipeline.solved_again(pipeline.choices, results.schedules, lean))
     _try_all_candidates(results)
