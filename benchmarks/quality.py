@@ -80,7 +80,9 @@ CASES = {
     "deepseek-2048": Case("deepseek", "h100", 256, 15360, 1543, "arXiv:2412.19437, section 1; H800, FP8"),
     "8b-128k-8": Case("8b", "h100", 1, 8, length=1 << 17),
     "8b-128k-64": Case("8b", "h100", 8, 8, length=1 << 17),
+    "8b-128k-256": Case("8b", "h100", 32, 32, length=1 << 17),
     "8b-1m-64": Case("8b", "h100", 8, 1, length=1 << 20),
+    "8b-1m-256": Case("8b", "h100", 32, 4, length=1 << 20),
     "vit-g-64": Case("vit-g", "a100", 8, 4096),
 }
 

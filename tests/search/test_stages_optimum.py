@@ -128,6 +128,26 @@ def test_uneven_costs_give_uneven_cuts() -> None:
     assert found.best.cuts.bounds == (0, 7, 8)
 
 
+@pytest.mark.parametrize(("seed", "num_layers"), [(1, 15), (1, 18), (2, 18), (3, 18)])
+def test_equal_layers_are_divided_among_the_stages_of_a_v_as_is_best(seed: int, num_layers: int) -> None:
+    """Which stages have one layer more matters by up to 19 %; there are more than `_MOST_CUTS` ways to cut."""
+    shape = Shape("zbv", 4, 8, 16)
+    tables = make_tables(seed, num_layers, 1, shape.num_microbatches)
+    tables = replace(
+        tables, layers=tables.layers[:1] * num_layers, transfers=(None,) * (num_layers - 1), skips=(), tied=()
+    )
+    actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    usual, more = divmod(num_layers, shape.num_stages)
+    best_s = np.inf
+    for longer in itertools.combinations(range(shape.num_stages), more):
+        widths = [usual + (stage in longer) for stage in range(shape.num_stages)]
+        stages = path_stages(tables, shape, (0, *np.cumsum(widths).tolist()), (0,) * num_layers, actions)
+        best_s = min(best_s, pipeline_step_s(shape, actions, stages))
+    found = search_shapes(tables, shape).best
+    assert found is not None
+    assert found.step_s <= 1.01 * best_s
+
+
 def test_microbatches_in_flight_move_layers_to_later_stages() -> None:
     """Under 1F1B the first stage holds most microbatches: with less memory it has fewer layers."""
     tables = replace(make_tables(4, 8, 1, 8), skips=(), tied=())

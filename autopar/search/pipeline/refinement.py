@@ -21,6 +21,7 @@ import numpy.typing as npt
 from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
 from autopar.search.cost_tables import path_columns
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN
+from autopar.search.pipeline.moved_layers import move_layers
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, ShapeBound
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts
@@ -46,6 +47,7 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
 
     With `adds_variants`, small ones are also run by variants of their schedules (`PipelineSchedule.variant_of`).
     """
+    move_layers(results)
     for pipeline in sorted(results.found, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
