@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.attribute_contents import current_value
 from autopar.attribute_owners import attributes_of, own_records
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
@@ -130,7 +131,7 @@ class CallTraces:
                 continue
             own = attributes_of(self.twin, path)
             self._before.setdefault((path, name), own.get(name))
-            own[name] = value
+            own[name] = current_value(value)
         self._settings = settings
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
