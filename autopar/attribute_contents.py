@@ -78,9 +78,9 @@ def current_value(value: Any) -> Any:
     return copy.deepcopy(value.value) if isinstance(value, Contents) else value
 
 
-def _form(value: Any, found: list[object], depth: int) -> object:
+def _form(value: object, found: list[object], depth: int) -> object:
     """The form; objects in it that have none are added to `found`."""
-    kind = cast("type[object]", type(value))
+    kind = type(value)
     if (kind is not tuple and is_plain(value)) or isinstance(value, _LEAVES):
         return kind, value
     if depth < _DEEPEST and isinstance(value, dict):
@@ -103,6 +103,20 @@ def _text(value: Any, has_objects: bool) -> str:
     if has_objects:
         kind = cast("type[object]", type(value)).__name__
         return f"a {kind} of objects" if isinstance(value, _CONTAINERS) else f"a {kind}"
-    if isinstance(value, (set, frozenset)):  # which have no order
-        return f"{{{', '.join(sorted(map(repr, cast('set[Any]', value))))}}}"
-    return repr(value)
+    return _written(value)
+
+
+def _written(value: Any) -> str:
+    """As Python writes it, but sets in order and records without addresses."""
+    if isinstance(value, dict):
+        entries = cast("Mapping[Any, Any]", value).items()
+        return f"{{{', '.join(f'{_written(k)}: {_written(x)}' for k, x in entries)}}}"
+    if isinstance(value, _CONTAINERS):
+        texts = [_written(x) for x in cast("list[Any]", value)]
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(texts))}}}"
+        return f"[{', '.join(texts)}]" if isinstance(value, list) else f"({', '.join(texts)})"
+    if is_plain(value) or isinstance(value, _LEAVES):
+        return repr(value)
+    own = ", ".join(f"{name}={_written(x)}" for name, x in vars(value).items())
+    return f"{cast('type[object]', type(value)).__name__}({own})"
