@@ -106,7 +106,7 @@ def _text(value: Any, has_objects: bool) -> str:
     return _written(value)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """As Python writes it, but sets in order and records without addresses."""
     if isinstance(value, dict):
         entries = cast("Mapping[Any, Any]", value).items()
@@ -119,4 +119,4 @@ def _written(value: Any) -> str:
     if is_plain(value) or isinstance(value, _LEAVES):
         return repr(value)
     own = ", ".join(f"{name}={_written(x)}" for name, x in vars(value).items())
-    return f"{cast('type[object]', type(value)).__name__}({own})"
+    return f"{type(value).__name__}({own})"
