@@ -33,8 +33,8 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import (
     check_constraints,
+    layers_demanded,
     read_bytes,
-    read_constraints,
     read_dtype,
     read_outputs,
     training_spec,
@@ -44,7 +44,7 @@ from autopar.planning.call_traces import CallTraces, ExampleInputs, as_call, exa
 from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments
-from autopar.planning.expectations import Expectations, read_expectations
+from autopar.planning.expectations import read_expectations
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.imbalance import ExpectedRouting
 from autopar.planning.length_plans import ExpectedLengths, check_rows, read_distribution, row_tracer
@@ -170,7 +170,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     given_plan, given_texts = plan, constraints
     distribution = agree(group, lambda: read_distribution(lengths))
     constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
-    plan = agree(group, lambda: load_plan(given_plan))
+    plan = loaded_plan = agree(group, lambda: load_plan(given_plan))
     loaded: Profile | Literal[False] | None = share(
         group, lambda: profile if profile is None or profile is False else load_profile(profile)
     )
@@ -183,9 +183,12 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             memory,
             optimizer,
             precision,
-            constraints,
-            mesh.device_type,
-            read_expectations(imbalance, distribution if documents is None else documents),
+            Setup(
+                constraints=constraints,
+                device_type=mesh.device_type,
+                expected=read_expectations(imbalance, distribution if documents is None else documents),
+                num_layers=layers_demanded(constraints, communicator.world_size, loaded_plan),
+            ),
         ),
     )
     # Ranks may have other examples; the first one's count.
@@ -315,9 +318,9 @@ def plan(  # noqa: PLR0913  (what a user may say)
     distribution = read_distribution(lengths)
     measured = load_profile(profile) if profile else None
     expected = read_expectations(imbalance, distribution if documents is None else documents)
-    setup, traced = _prepare(
-        model, example_inputs, memory, optimizer, precision, constraints, where.device.type, expected
-    )
+    num_layers = layers_demanded(constraints, where.world_size)
+    asked = Setup(constraints=constraints, device_type=where.device.type, expected=expected, num_layers=num_layers)
+    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, asked)
     setup = replace(
         setup,
         compile=read_compile(compile),
@@ -334,20 +337,18 @@ def _prepare(
     memory: float | str | None,
     optimizer: str | Callable[..., torch.optim.Optimizer],
     precision: str | torch.dtype | None,
-    constraints: str | Sequence[str] | None,
-    device_type: str,
-    expected: Expectations,
+    setup: Setup,
 ) -> tuple[Setup, Traced]:
     dtype = read_dtype(precision)
     training = training_spec(model, optimizer)
     memory_bytes = None if memory is None else read_bytes(memory)
-    texts = read_constraints(constraints)
     started = time.perf_counter()
     with phase("tracing the model"):
-        traced = trace_model(model, example_inputs, dtype=dtype, device_type=device_type)
+        traced = trace_model(
+            model, example_inputs, dtype=dtype, device_type=setup.device_type, num_layers=setup.num_layers
+        )
     trace_s = time.perf_counter() - started
-    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type, expected=expected)
-    return setup, traced
+    return replace(setup, dtype=dtype, memory_bytes=memory_bytes, training=training, trace_s=trace_s), traced
 
 
 def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tensor) -> Draws | None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["attribute_owners", "attributes_of", "is_plain", "joined", "own_records"]
+__all__ = ["attribute_owners", "attributes_of", "is_plain", "is_record", "joined", "own_records"]
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
 _DEEPEST = 3  # a config of configs, such as those of text and images, with one more level; objects may have circles
-_IN_RECORDS = (list, tuple, dict, set, frozenset, torch.device)  # read once
+_IN_RECORDS = (
+    list, tuple, dict, set, frozenset, torch.device, torch.Tensor, FunctionType, BuiltinFunctionType,
+)  # fmt: skip
 
 
 def attribute_owners(root: nn.Module) -> dict[str, object]:
     """Path -> module, and then path -> record, of `root` and all that it has; each under the first of its paths.
 
-    A record is an object with attributes that are plain values, containers and other records only, as configs are.
+    A record is an object with attributes that are plain values, containers, tensors, functions and other records only,
+    as configs are.
     """
     owners: dict[str, object] = dict(cast("Iterable[tuple[str, nn.Module]]", nn.Module.named_modules(root)))
     seen: set[int] = set()
@@ -70,7 +74,7 @@ def joined(path: str, name: str) -> str:
 
 
 def _records(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
-    if id(value) in seen or not _is_record(value):
+    if id(value) in seen or not is_record(value):
         return
     seen.add(id(value))
     yield path, value
@@ -78,11 +82,12 @@ def _records(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, ob
         yield from _records(joined(path, name), inner, seen)
 
 
-def _is_record(value: object, depth: int = 1) -> bool:
+def is_record(value: object, depth: int = 1) -> bool:
+    """Whether a value is a record (`attribute_owners`)."""
     if isinstance(value, type | nn.Module | torch.Tensor | Enum) or callable(value):
         return False
     if not getattr(value, "__dict__", None):
         return False
     return depth <= _DEEPEST and all(
-        is_plain(x) or isinstance(x, _IN_RECORDS) or _is_record(x, depth + 1) for x in vars(value).values()
+        is_plain(x) or isinstance(x, _IN_RECORDS) or is_record(x, depth + 1) for x in vars(value).values()
     )

@@ -237,11 +237,16 @@ class Op:
         with other `fields`.
         """
 
+        args, kwargs = self.mapped_args(change)
+        return replace(self, args=args, kwargs=kwargs, **fields)
+
+    def mapped_args(self, change: Callable[[Arg], Arg]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """The ``args, kwargs`` of `map_args`, for those who compare arguments and need no op."""
+
         def visit(arg: Arg) -> Arg:
             return tuple(map(visit, arg)) if isinstance(arg, tuple) else change(arg)
 
-        kwargs = tuple((name, visit(arg)) for name, arg in self.kwargs)
-        return replace(self, args=tuple(map(visit, self.args)), kwargs=kwargs, **fields)
+        return tuple(map(visit, self.args)), tuple((name, visit(arg)) for name, arg in self.kwargs)
 
     def reading(self, names: Mapping[str, str]) -> Op:
         """The op reading ``names[n]`` instead of n, for each n that is a key; other operands stay."""

@@ -14,7 +14,7 @@ from autopar.errors import QuestionError
 from autopar.explain.question import Question
 from autopar.explain.targets import ModelTarget, load_target
 from autopar.plan import Plan
-from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.arguments import layers_demanded, read_bytes, read_dtype, training_spec
 from autopar.planning.call_traces import example_call
 from autopar.planning.expectations import Expectations
 from autopar.planning.length_plans import check_rows, read_distribution, row_tracer
@@ -147,14 +147,15 @@ class Planner:
         return known
 
     def _traced_program(self, question: Question) -> tuple[Program, float, Expectations]:
-        key = (*question.shapes, question.precision, question.cluster.device.type)
+        num_layers = layers_demanded(question.constraints, question.cluster.world_size)
+        key = (*question.shapes, question.precision, question.cluster.device.type, num_layers)
         if key not in self._traced:
             target = self.model(question)
             started = time.perf_counter()
             with phase("tracing the model"):
                 traced = trace_model(
                     target.model, target.example_inputs, dtype=read_dtype(question.precision),
-                    device_type=question.cluster.device.type,
+                    device_type=question.cluster.device.type, num_layers=num_layers,
                 )  # fmt: skip
             seen = Expectations().seeing(traced, example_call(target.model, target.example_inputs))
             self._traced[key] = traced.program, time.perf_counter() - started, seen

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from autopar.errors import ConstraintError, MaterializationError
+from autopar.plan import Plan
 from autopar.planning.optimizer_state import state_bytes_per_element, whole_states
 from autopar.search import TrainingSpec
 from autopar.search.constraints import check_patterns, parse_constraints
+from autopar.search.pipeline.pipeline_constraints import stages_demanded
 
 __all__ = [
     "check_constraints",
     "check_materialized",
+    "layers_demanded",
     "read_bytes",
     "read_constraints",
     "read_dtype",
@@ -83,6 +86,11 @@ def check_constraints(model: nn.Module, constraints: Any, world_size: int) -> tu
     texts = read_constraints(constraints)
     check_patterns(parse_constraints(texts, world_size), names)
     return texts
+
+
+def layers_demanded(texts: Iterable[str], world_size: int, plan: Plan | None = None) -> int:
+    """Into at least how many layers a model is cut, for a plan that is given or constraints on the search for one."""
+    return stages_demanded(parse_constraints(texts, world_size)) if plan is None else len(plan.decisions.layers)
 
 
 def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.attribute_contents import current_value
 from autopar.attribute_owners import attributes_of, own_records
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
@@ -20,6 +21,7 @@ from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.search import stages_of
 from autopar.trace import (
+    LayerNeeds,
     Traced,
     as_batch,
     as_model,
@@ -50,15 +52,21 @@ def trace_model(
     training: bool = True,
     dtype: torch.dtype | None = None,
     device_type: str = "cpu",
+    num_layers: int = 1,
 ) -> Traced:
     """Trace `model` on its example inputs, to run on devices of this type; raises what `autopar.trace.trace` raises.
+
+    It has at least `num_layers` layers where it can be cut into as many.
 
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
 
     Raises:
         ModelError: a tensor that training changes shares memory with another one.
     """
-    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type)
+    traced = trace(
+        model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type,
+        needs=LayerNeeds(count=num_layers),
+    )  # fmt: skip
     check_memory(model, {traced.program.parameters[buffer] for buffer in traced.program.updates})
     return require_target(model, traced) if training else traced
 
@@ -130,7 +138,7 @@ class CallTraces:
                 continue
             own = attributes_of(self.twin, path)
             self._before.setdefault((path, name), own.get(name))
-            own[name] = value
+            own[name] = current_value(value)
         self._settings = settings
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
@@ -153,7 +161,7 @@ class CallTraces:
         with torch.autocast("cpu", enabled=False):  # which this may be called in
             traced = trace(
                 model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
-                device_type=self._device_type, stages_of=stages_of(*self._first),
+                device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)),
             )  # fmt: skip
         traced = replace(traced, program=variant_like(traced.program, self._first[0]))
         traced = self._finish(require_target(model, traced) if is_training else traced)

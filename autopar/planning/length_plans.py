@@ -98,7 +98,8 @@ def row_tracer(
     def trace(rows: int, tokens: int) -> Program:
         own_args, own_kwargs = with_rows((args, kwargs), before, (rows, tokens))
         inputs = own_kwargs or own_args
-        return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, device_type=setup.device_type)).program
+        how: dict[str, Any] = {"device_type": setup.device_type, "num_layers": setup.num_layers}
+        return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, **how)).program
 
     return trace
 

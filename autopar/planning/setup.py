@@ -36,6 +36,7 @@ class Setup:
         lengths: of sequences, to make a family of plans for.
         trace_rows: what the model does with so many rows of so many tokens, for that family.
         time_layers: as in `FamilyPlanner`.
+        num_layers: into at least how many layers programs are cut, for pipelines.
     """
 
     dtype: torch.dtype | None = None
@@ -51,6 +52,7 @@ class Setup:
     lengths: Lengths | None = None
     trace_rows: Callable[[int, int], Program] | None = None
     time_layers: Callable[[Program, Plan], Prices] | None = None
+    num_layers: int = 1
 
     def priced(self, prices: Prices) -> Setup:
         """The same for the devices that have these prices."""

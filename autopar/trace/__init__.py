@@ -9,6 +9,7 @@ from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
+from autopar.trace.layers import LayerNeeds
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
@@ -19,6 +20,7 @@ from autopar.trace.torch_internals import argument_source, custom_backwards, is_
 from autopar.trace.tracing import Traced, trace
 
 __all__ = [
+    "LayerNeeds",
     "LongerProgram",
     "LossFunction",
     "PaddingError",

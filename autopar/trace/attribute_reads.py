@@ -1,22 +1,19 @@
-"""Which attributes a forward reads of its modules and their configs: numbers, flags, text and tensors that a script may
-set later.
+"""Which attributes a forward reads of its modules and their configs: numbers, flags, text, containers, functions and
+tensors that a script may set later, or write to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autopar.attribute_owners import attribute_owners
+from autopar.attribute_contents import is_compared
+from autopar.attribute_owners import attribute_owners, is_plain
 
 __all__ = ["recorded_reads"]
-
-_KINDS = frozenset({bool, int, float, complex, str, type(None), torch.dtype, tuple, Tensor})
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def _reads_of(
 
     def read(self: Any, name: str) -> Any:
         value = before(self, name)
-        if (type(value) in _KINDS or isinstance(value, Enum)) and id(self) in paths:
+        if id(self) in paths and not name.startswith("__") and (is_plain(value) or is_compared(value)):
             reads.update((paths[id(self)], each) for each in _names(self, name, value))
         return value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ops import RuleMatch, family_of, options_for
 from autopar.ops.derivation import whole_options
-from autopar.program import Op, TensorType
+from autopar.program import Op, Ref, TensorType
 from autopar.trace.custom_functions import NAMESPACE
 from autopar.trace.discover import discover_options, has_linear_backward
 from autopar.trace.gradients import differentiable
@@ -76,8 +76,7 @@ def _shape_of_call(op: Op) -> str:
     order: dict[str, str] = {}
     for name in op.operands:
         order.setdefault(name, f"#{len(order)}")
-    named = op.reading(order)
-    return repr((named.args, named.kwargs))
+    return repr(op.mapped_args(lambda arg: Ref(order[arg.name]) if isinstance(arg, Ref) else arg))
 
 
 def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:

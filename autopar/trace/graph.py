@@ -155,6 +155,8 @@ def call_by(graph: Graph, names: Mapping[str, str]) -> Graph:
         return Ref(new(arg.name)) if isinstance(arg, Ref) else arg
 
     def named(op: Op) -> Op:
+        if names.keys().isdisjoint((op.name, *op.results, *op.operands)):
+            return op
         return op.map_args(read, name=new(op.name), results=tuple(map(new, op.results)))
 
     return replace(
@@ -193,6 +195,7 @@ def number_names(graph: Graph) -> Graph:
             name = f"{stem}_{count}" if count else stem
         names[old] = name
     known = {*names, *fixed}
+    names = {old: name for old, name in names.items() if old != name}
     # Types of values that were dropped may stay behind, and have names that others get now.
     return call_by(replace(graph, types={name: kind for name, kind in graph.types.items() if name in known}), names)
 

@@ -9,15 +9,28 @@ programming).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from autopar.trace.graph import Graph
 from autopar.trace.repetition import MAX_OPS, MIN_OPS, OpSpan, find_period, module_runs, op_signature
 
-__all__ = ["Crossing", "crossings", "cut_layers", "divide_layers"]
+__all__ = ["Crossing", "LayerNeeds", "crossings", "cut_layers", "divide_layers"]
 
 _TARGET_OPS = 40  # about the ops of a transformer block, which is what a layer is where modules say so
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What layers are needed for.
+
+    Args:
+        stages_of: the pipeline stages that hold a parameter, by its name in the module; others may be anywhere.
+        count: layers of which each reads a parameter, so that there can be as many stages.
+    """
+
+    stages_of: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,18 +56,44 @@ def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[OpSpan]:
     return _join_crumbs(layers)
 
 
-def divide_layers(graph: Graph, layers: Sequence[OpSpan], stages_of: Mapping[str, frozenset[int]]) -> list[OpSpan]:
-    """Cut layers again, until each can run in a pipeline stage that holds all parameters that it reads.
+def divide_layers(graph: Graph, layers: Sequence[OpSpan], needs: LayerNeeds) -> list[OpSpan]:
+    """Cut layers again, until each can run in a pipeline stage that holds all parameters that it reads, and there are
+    enough.
 
-    Each of these cuts is where the fewest bytes cross.
+    Cuts for stages that hold parameters are where the fewest bytes cross.  Others go by ops alone, since the same model
+    must be cut alike for inputs of all shapes.
 
     Args:
         graph: what the layers are of.
         layers: as `cut_layers` makes them.
-        stages_of: the stages that hold a parameter, by its name in the module; others may be anywhere.
+        needs: what they are needed for; there are fewer if there is no place to cut.
     """
-    crossing = crossings(graph) if stages_of else []
-    return [part for layer in layers for part in _divide_layer(graph, layer, stages_of, crossing)]
+    stages_of = needs.stages_of
+    crossing = crossings(graph) if stages_of or len(layers) < needs.count else []
+    made = [part for layer in layers for part in _divide_layer(graph, layer, stages_of, crossing)]
+    while len(made) < needs.count:
+        readers = [_readers(graph, layer) for layer in made]
+        most = max(range(len(made)), key=lambda i: len(readers[i]))
+        if len(readers[most]) < 2:
+            break
+        place, layer = _middle(readers[most], crossing), made[most]
+        made[most : most + 1] = [OpSpan(layer.start, place, ""), OpSpan(place, layer.stop, "")]
+    return made
+
+
+def _readers(graph: Graph, layer: OpSpan) -> list[int]:
+    """The places of its ops that read parameters."""
+    return [i for i in layer.places if any(graph.roles.get(name) == "parameter" for name in graph.ops[i].operands)]
+
+
+def _middle(readers: Sequence[int], crossing: Sequence[Crossing]) -> int:
+    """Where to cut, such that both sides have at least about a third of the ops that read parameters: of these places
+    where the fewest values cross, and then next to the middle.
+    """
+    third = max(1, len(readers) // 3)
+    places = range(third, len(readers) - third + 1)
+    middle = len(readers) / 2
+    return readers[min(places, key=lambda i: (crossing[readers[i]].num_values, abs(i - middle)))]
 
 
 def _divide_layer(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.ops import family_of
 from autopar.ops.family import Saves
-from autopar.program import Op, TensorType
+from autopar.program import Op, Ref, TensorType
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.evaluation import run_op
 
@@ -89,5 +89,4 @@ def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -
 
 
 def _literals(op: Op) -> str:
-    named = op.with_numbered_operands()
-    return repr((named.args, named.kwargs))
+    return repr(op.mapped_args(lambda arg: "#" if isinstance(arg, Ref) else arg))

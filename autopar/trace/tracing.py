@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from autopar.trace.gpu_casts import casts_of
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
-from autopar.trace.layers import cut_layers, divide_layers
+from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
@@ -112,7 +111,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 )
 
 
-_NO_STAGES: Mapping[str, frozenset[int]] = MappingProxyType({})
+_NO_NEEDS = LayerNeeds()
 
 
 @collected_seldom()
@@ -125,7 +124,7 @@ def trace(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     device_type: str = "cpu",
-    stages_of: Mapping[str, frozenset[int]] = _NO_STAGES,
+    needs: LayerNeeds = _NO_NEEDS,
 ) -> Traced:
     """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
     computed.
@@ -138,7 +137,7 @@ def trace(
         dtype: take floating parameters and floating inputs as of this dtype (mixed precision).
         autocast: with the casts that ``torch.autocast(device_type, autocast)`` around the call makes.
         device_type: of the devices that will run it; autocast, inside the model too, casts as it does there.
-        stages_of: the pipeline stages that hold a parameter, by its name; no layer reads what no stage has all of.
+        needs: what layers are needed for, for which they are cut again.
 
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
@@ -153,7 +152,7 @@ def trace(
             _refuse_cache(captured.outputs)
         graph = normalize(graph)
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *form.notes, *_dropped_notes(captured.outputs)))
-    layers = divide_layers(graph, cut_layers(graph, captured.classes), stages_of)
+    layers = divide_layers(graph, cut_layers(graph, captured.classes), needs)
     graph, pieces = _merge_within_layers(graph, layers)
     graph = attach_factors(graph)
     values = _values(graph)

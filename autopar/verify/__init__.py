@@ -221,7 +221,10 @@ def _first_that_fits(
     problem: Exception | None = None
     for inputs in batches:
         try:
-            traced = keep_double_program(trace_model(model, inputs, device_type=device_type_of(plan.device)))
+            made = trace_model(
+                model, inputs, device_type=device_type_of(plan.device), num_layers=len(plan.decisions.layers)
+            )
+            traced = keep_double_program(made)
             traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -253,8 +254,115 @@ def test_an_object_in_place_of_a_number_is_refused() -> None:
         model.temperature = None
         model.gain = 2 * model.gain
         with pytest.raises(
-            ModelError, match=r"'gain', which was another tensor .* Only numbers, flags and text may change"
+            ModelError,
+            match=r"'gain', a Tensor that was replaced or written to .* Only numbers, flags and text may change",
         ):
             model(X)
 
     on_ranks(on_rank)
+
+
+class Schedule:
+    """A helper as scripts write them, with numbers and a tensor."""
+
+    def __init__(self) -> None:
+        self.power, self.betas = 1, torch.ones(8, dtype=torch.float64)
+
+
+class Optioned(nn.Module):
+    """Reads options from containers, and calls a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), torch.tanh
+        self.options: dict[str, Any] = {"scale": 1.0, "steps": [1, 2]}
+        self.parts, self.tables = {"square"}, {"a": torch.ones(8, dtype=torch.float64)}
+        self.stages = [Config(), Config()]
+        self.schedule = Schedule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.fc(x)) * self.options["scale"] * self.options["steps"][1] * self.tables["a"]
+        x = x ** (self.stages[1].power + self.schedule.power) * self.schedule.betas
+        return (x * x if "square" in self.parts else x).sum()
+
+
+def in_a_dict(model: Any) -> None:
+    model.options["scale"] = 3.0
+
+
+def in_a_list_of_a_dict(model: Any) -> None:
+    model.options["steps"][1] = 5
+
+
+def in_a_set(model: Any) -> None:
+    model.parts.clear()
+
+
+def in_a_record_of_a_list(model: Any) -> None:
+    model.stages[1].power = 2
+
+
+def in_a_helper(model: Any) -> None:
+    model.schedule.power = 2
+
+
+def by_another_tensor_in_a_dict(model: Any) -> None:
+    model.tables["a"] = torch.full((8,), 2.0, dtype=torch.float64)
+
+
+def by_writing_to_a_tensor(model: Any) -> None:
+    model.schedule.betas.mul_(2)
+
+
+def by_another_function(model: Any) -> None:
+    model.act = torch.sin
+
+
+PLANNED = in_a_dict, in_a_list_of_a_dict, in_a_set, in_a_record_of_a_list, in_a_helper
+REFUSED = {
+    by_another_tensor_in_a_dict: r"'tables', a dict of objects that was replaced or written to",
+    by_writing_to_a_tensor: r"'schedule.betas', a Tensor that was replaced or written to",
+    by_another_function: r"'act', which was the function tanh when .* and is the function sin now",
+}
+
+
+def test_what_is_in_containers_may_change_too_and_objects_in_them_are_refused_by_name() -> None:
+    torch.manual_seed(0)
+    model = Optioned().double()
+    traced = trace(model, (X,), {}, training=True)
+    plan = random_plan(traced.program, 2, 0)
+    planner = call_planner(model, traced, plan)
+
+    def loss_after(change: Any, model: Any) -> float:
+        change(model)
+        return float(model(X).detach())
+
+    expected = {change: loss_after(change, copy.deepcopy(model)) for change in PLANNED}
+    lock = Lock()  # ranks are threads, and tracing is for one at a time
+
+    class OneAtATime:
+        reads, submodule, groups = planner.reads, planner.submodule, planner.groups
+
+        def __call__(self, *args: Any) -> Any:
+            with lock:
+                return planner(*args)
+
+    def on_rank(parallel: Any) -> dict[Any, float]:
+        before = float(parallel(X).detach())
+        found: dict[Any, float] = {}
+        for change in PLANNED:
+            mine = copy.deepcopy(parallel)  # which has containers and tensors of its own
+            assert float(mine(X).detach()) == before
+            found[change] = loss_after(change, mine)
+            change(mine)
+            assert len(mine.plans) == 2
+        for change, text in REFUSED.items():
+            mine = copy.deepcopy(parallel)
+            change(mine)
+            with pytest.raises(ModelError, match=text):
+                mine(X)
+        assert float(parallel(X).detach()) == before
+        return found
+
+    for found in simulate(2, lambda c: on_rank(build(copy.deepcopy(model), traced, plan, c, planner=OneAtATime()))):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from autopar.trace import trace
+from autopar.trace import LayerNeeds, trace
 from autopar.trace.repetition import MAX_OPS, find_period
 from tests import models
 from tests.trace.interpreter import check_equals_model, check_well_formed
@@ -340,7 +340,24 @@ def test_layers_are_divided_so_that_each_has_a_stage_that_holds_what_it_reads():
     assert len(whole.layers) == 1
     stages = {"0.weight": {0}, "0.bias": {0}, "1.weight": {0, 1}, "1.bias": {0}, "2.weight": {1}, "3.weight": {1, 2}}
     stages_of = {name: frozenset(held) for name, held in stages.items()}
-    program = trace(model, (torch.randn(4, 8),), {}, stages_of=stages_of).program
+    program = trace(model, (torch.randn(4, 8),), {}, needs=LayerNeeds(stages_of)).program
     read = [[program.parameters[name] for name in layer.state] for layer in program.layers]
     assert read == [["0.weight", "0.bias", "1.weight", "1.bias"], ["2.weight", "2.bias", "3.weight", "3.bias"]]
     check_well_formed(program)
+
+
+def test_small_models_are_cut_into_as_many_layers_as_stages_need():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(),
+                          nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))  # fmt: skip
+
+    def read(count: int, rows: int = 4) -> list[list[str]]:
+        program = trace(model, (torch.randn(rows, 1, 4, 4),), {}, needs=LayerNeeds(count=count)).program
+        check_well_formed(program)
+        roles = [{n: program.values[n].role for n in layer.state} for layer in program.layers]
+        return [sorted({program.parameters[n][0] for n, role in each.items() if role == "parameter"}) for each in roles]
+
+    assert read(1) == [["0", "1", "4", "6", "8"]]
+    assert read(2) == [["0", "1"], ["4", "6", "8"]]
+    assert read(4) == read(4, rows=64) == [["0"], ["1"], ["4"], ["6", "8"]]
+    assert len(read(9)) == 5  # no layer without parameters

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanMismatchError, VerificationError
+from autopar.errors import ConstraintError, PlanMismatchError, VerificationError
 from autopar.plan import stages_problem
 from autopar.step.plan_check import check_fit
 from autopar.trace import trace
@@ -124,3 +124,28 @@ def test_a_model_that_does_not_run_is_an_error() -> None:
     plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=["data=2"])
     with pytest.raises(VerificationError, match=r"doesn't run on one device.*out of (bounds|range)"):
         autopar.verify(model, plan, {**inputs, "places": torch.arange(16) + 1})
+
+
+class Classifier(nn.Module):
+    """Of a few modules, none of which repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.hidden, self.head = nn.Linear(128, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu().flatten(1)
+        return nn.functional.cross_entropy(self.head(self.hidden(x).relu()), labels)
+
+
+def test_a_model_of_few_modules_has_stages_if_they_are_asked_for() -> None:
+    torch.manual_seed(0)
+    model, inputs = Classifier(), (torch.randn(8, 1, 4, 4), torch.arange(8) % 4)
+    cluster = autopar.Cluster.of("cpu", devices_per_node=2)
+    assert len(autopar.plan(model, cluster, inputs).decisions.layers) == 1
+    plan = autopar.plan(model, cluster, inputs, constraints="pipeline=2")
+    assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 1), (1, 2)]
+    autopar.verify(model, plan, inputs)
+    with pytest.raises(ConstraintError, match="stages of 4 layers"):
+        autopar.plan(model, cluster, inputs, constraints=["pipeline=2", "stages=6"])

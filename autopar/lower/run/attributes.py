@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
+from autopar.attribute_contents import Contents, contents_of, has_contents, is_compared
 from autopar.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 from autopar.errors import ModelError
 
 __all__ = ["THAWED", "Attributes", "Settings", "settings_text"]
 
 Settings = tuple[tuple[str, str, Any], ...]
-"""What differs from when the model was parallelized: path of a module or config, attribute, value."""
+"""What differs from when the model was parallelized: path of a module or config, attribute, value (of containers their
+`Contents`).
+"""
 
 THAWED = "requires_grad"
 """The attribute of the whole model that is the names of parameters which were frozen, and no longer are."""
@@ -27,19 +30,21 @@ _NEVER = frozenset(vars(nn.Module()).keys() - {_MODE})
 class _Other:
     """A value that a trace can't be made with."""
 
-    kind: str
+    text: str
 
 
 @dataclass
 class Attributes:
-    """The attributes of a parallel module, its submodules and their configs that are plain values or tensors.
+    """The attributes of a parallel module, its submodules and their configs that are plain values, containers, tensors
+    or functions.
 
     Among them are the modes of submodules.  The mode of the whole module is part of a call, and submodules are expected
     to be in it; in the mode in which the model was parallelized, in those that they had then.
 
     Attributes:
         root: the parallel module.
-        before: path of the owner (`attribute_owners`) -> attributes as they were when the model was parallelized.
+        before: path of the owner (`attribute_owners`) -> attributes as they were when the model was parallelized,
+            `Contents` of those that can be written to.
         watched: those that some program was made with: path -> names.
         frozen: names of parameters to which the first program sends no gradients.
     """
@@ -55,10 +60,24 @@ class Attributes:
         if like is not None:
             return cls(root, like.before, dict(like.watched), like.frozen)
         before = {
-            path: {name: x for name, x in vars(owner).items() if name not in _NEVER and _is_kept(x)}
+            path: {name: _kept(x) for name, x in vars(owner).items() if name not in _NEVER and _is_kept(x)}
             for path, owner in attribute_owners(root).items()
         }
         return cls(root, before, frozen=tuple(frozen))
+
+    def follow(self, original: Attributes) -> None:
+        """Know those that a copy has of its own, where the original's are as they were."""
+        self.before = {
+            path: {
+                name: _kept(self._now(path)[name])
+                if isinstance(known, Contents)
+                and name in self._now(path)
+                and _is_equal(original._now(path).get(name), known)
+                else known
+                for name, known in before.items()
+            }
+            for path, before in original.before.items()
+        }
 
     @property
     def names(self) -> Iterable[tuple[str, str]]:
@@ -82,7 +101,7 @@ class Attributes:
             for name in names:
                 value, known = own.get(name), self._mode_before(path) if name == _MODE else before[name]
                 if value is not known and not _is_equal(value, known):
-                    changed.append((path, name, value if is_plain(value) else _Other(type(value).__name__)))
+                    changed.append((path, name, _setting(value, known)))
         kept = changed if not everywhere else [each for each in changed if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
 
@@ -104,18 +123,16 @@ class Attributes:
         """Set those of `made`, which runs in place of the submodule `part`, as they are now."""
         for path, owner in attribute_owners(made).items():
             own = self._now(joined(part, path) if path else part)
-            vars(owner).update({name: x for name, x in own.items() if name not in _NEVER and is_plain(x)})
+            vars(owner).update({name: x for name, x in own.items() if name not in _NEVER and _is_settable(x)})
 
     def check(self) -> None:
         """Raise ModelError if one that programs were made with is something that none can be made with now."""
         for path, name, value in self.changed():
             if isinstance(value, _Other):
-                before = self.before[path][name]
-                was = "another tensor" if isinstance(before, Tensor) else repr(before)
                 raise ModelError(
-                    f"forward reads the attribute {joined(path, name)!r}, which was {was} when the model was "
-                    f"parallelized and is a {value.kind} now. Only numbers, flags and text may change: pass it to the "
-                    "call, or register it with register_buffer before autopar.parallelize"
+                    f"forward reads the attribute {joined(path, name)!r}, {value.text}. Only numbers, flags and text "
+                    "may change, and lists, dicts and sets of these: pass it to the call, or register a tensor with "
+                    "register_buffer before autopar.parallelize"
                 )
 
 
@@ -130,8 +147,30 @@ def settings_text(settings: Settings) -> str:
 
 
 def _is_kept(value: Any) -> bool:
-    return is_plain(value) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return is_plain(value) or is_compared(value)
+
+
+def _kept(value: Any) -> Any:
+    return contents_of(value) if is_compared(value) else value
+
+
+def _is_settable(value: Any) -> bool:
+    return is_plain(value) or (is_compared(value) and contents_of(value, copies=True).value is not None)
 
 
 def _is_equal(value: Any, before: Any) -> bool:
-    return type(value) is type(before) and not isinstance(value, Tensor) and bool(value == before)
+    if isinstance(before, Contents):
+        return has_contents(value, before)
+    return value is before or (type(value) is type(before) and bool(value == before))
+
+
+def _setting(value: Any, before: Any) -> Any:
+    """What a program is made with for a value that changed."""
+    if is_plain(value):
+        return value
+    now = contents_of(value, copies=True)
+    if now.value is not None:
+        return now
+    if isinstance(before, Contents) and now.text == before.text:
+        return _Other(f"{now.text} that was replaced or written to since the model was parallelized")
+    return _Other(f"which was {before!r} when the model was parallelized and is {now.text} now")

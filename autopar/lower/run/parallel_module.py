@@ -174,6 +174,7 @@ class ParallelModule(SubmoduleCalls):
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
+        made._attributes.follow(self._attributes)
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

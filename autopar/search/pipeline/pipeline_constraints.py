@@ -12,7 +12,7 @@ from autopar.program import Program
 from autopar.schedules import PipelineSchedule, Shape, find_schedule, schedule_names, schedule_problem
 from autopar.search.constraints import Constraints
 
-__all__ = ["PipelineDemands", "pipeline_demands"]
+__all__ = ["PipelineDemands", "pipeline_demands", "stages_demanded"]
 
 # Stages per device group that are tried: more of them shrink the bubble by ever less, and send ever more.  A decoder of
 # 405B parameters (126 layers) on 16,384 devices is predicted 10 % faster with 4 than with 3, and 7 % faster with 8 of
@@ -93,6 +93,15 @@ def pipeline_demands(
     demands = PipelineDemands(groups, len(cuts) + 1 if cuts else stages, cuts, schedule)
     _check(demands, program, world_size, has_loss=program.has_loss_in_layers or not is_training)
     return demands
+
+
+def stages_demanded(constraints: Constraints) -> int:
+    """How many stages there must be at least, and so layers: a model of fewer is cut again."""
+    groups, stages, schedule, cuts = (constraints.get(key) for key in ("pipeline", "stages", "schedule", "cuts"))
+    counts = [value for value in (groups, stages) if isinstance(value, int)]
+    # Numbers of layers, and all names that there will be, are known when the model has been cut.
+    counts += [len(cuts) + 1] if isinstance(cuts, tuple) else []
+    return max(counts, default=2 if schedule else 1)
 
 
 def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_loss: bool) -> None:
