@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -199,7 +200,22 @@ def _encoder_sharing(
     if not grids:
         return EncoderSharing(encoder, forms, model.data_rank, ranks, parts)
     positions = "position_ids" if kinds else ""
-    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions)
+    merged = _merged_patches(model, next(iter(forms.values()))[0][0])
+    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions, merged)
+
+
+def _merged_patches(model: ParallelModule, patches: int) -> int:
+    """How many of the example's `patches` become one of the rows that its program puts in the text; 0: not known, or
+    the model takes no other order of them.
+    """
+    program = model.program.source
+    ops = (op for layer in program.layers for op in layer.ops if op.target == "aten.masked_scatter.default")
+    sizes = {program.type_of(op.operands[2]).shape[0] for op in ops}
+    features = sizes.pop() if len(sizes) == 1 else 0
+    if not features or patches % features:
+        return 0
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    return patches // features if inspect.Parameter.VAR_KEYWORD in kinds else 0
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:

@@ -121,8 +121,10 @@ class RowMaker:
         texts = [[encoder.text_of(images, number, read[number]) for number in row] for _, row in share.rows]
         left_out = (*encoder.encoder.names, encoder.encoder.grids)
         form = {name: x for name, x in self.packing.as_mapping(like).items() if name not in left_out}
-        batch = self.packing.jagged(texts, tokens, form)
-        return share.dealt, batch | encoder.collate(images, read)
+        batch = self.packing.jagged(texts, tokens, form) | encoder.collate(images, read)
+        if isinstance(encoder, GridSharing):
+            batch |= encoder.order_of(images, [row for _, row in share.rows], share.tokens)
+        return share.dealt, batch
 
 
 # --- a dataset whose lengths are known: a rank reads its own samples
