@@ -55,8 +55,9 @@ def balanced(  # noqa: PLR0913  (what a user may say)
 
     Packed, a row has several sequences, and ``position_ids`` that begin at 0 in each: the model must take these, and
     let no place attend to another sequence (as causal language models of transformers do).  Padded, a row has one
-    sequence, and an ``attention_mask``.  Either way loss and gradients are those of one device on each sequence
-    alone, if the loss is a mean over labels that counts none with the value of padding.
+    sequence, and an ``attention_mask``, and samples may have entries for the whole sequence, such as its class, of
+    which the example inputs are ``[rows, ...]``.  Either way loss and gradients are those of one device on each
+    sequence alone, if the loss is a mean over labels that counts none with the value of padding.
 
     Args:
         loader: a ``DataLoader`` or torchdata's ``StatefulDataLoader`` as on one device, whose samples are mappings
@@ -99,8 +100,9 @@ def balanced(  # noqa: PLR0913  (what a user may say)
         check_separation(model.program.source)
     kinds = _kinds_of_positions(inputs, packs=packs)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
-    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds)
-    maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds)
+    whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds and not whole)
+    maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
@@ -129,14 +131,27 @@ def _row_maker(
     *,
     packs: bool,
     kinds: int,
+    whole: frozenset[str],
 ) -> RowMaker:
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     looked_up = {images.encoder.lookup: 0} if images and images.encoder.lookup else {}
     packing = RowPacking(
         {**_PADDING, **looked_up, **padding}, "position_ids" if packs else "", "" if packs else "attention_mask",
-        shifted if packs else (), kinds,
+        shifted if packs else (), kinds, whole,
     )  # fmt: skip
     return RowMaker(packing, images)
+
+
+def _whole_entries(inputs: CallInputs, images: EncoderSharing | GridSharing | None) -> frozenset[str]:
+    """The inputs of which a row has no entry for each of its tokens: ``[rows, ...]`` next to ``[rows, tokens]``."""
+    forms = {name: shape for name, (shape, _) in inputs.example_forms.items()}
+    first = next(iter(forms.values()), ())
+    left_out = images.encoder.made if images else ()
+    return frozenset(
+        name
+        for name, shape in forms.items()
+        if name not in left_out and shape[:1] == first[:1] and shape[1:2] != first[1:2]
+    )
 
 
 def _kinds_of_positions(inputs: CallInputs, *, packs: bool) -> int:
