@@ -13,6 +13,7 @@ work.  The target is halved between the lower bound and the best known.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,7 +140,8 @@ class _Filling:
         counts = [devices // kind.degree for kind in kinds]
         self.load_s, self.rows = np.zeros(devices), np.zeros(devices, np.int64)
         self.room, self.work = ([np.zeros(count) for count in counts] for _ in range(2))
-        self.left: list[list[list[float]]] = [[[] for _ in range(count)] for count in counts]
+        # Of each row of a group its room and its number, in order of room.
+        self.left: list[list[list[tuple[float, int]]]] = [[[] for _ in range(count)] for count in counts]
         self.least_s, self.most_room = [0.0] * len(kinds), [0.0] * len(kinds)
         degrees = np.array([[kind.degree] for kind in kinds])
         seconds = np.array([kind.seconds(lengths) for kind in kinds])
@@ -186,14 +188,19 @@ class _Filling:
     def _put(self, index: int, kind: int, own: int, taken_s: float, *, is_new: bool) -> None:
         degree, left, room = self.kinds[kind].degree, self.left[kind][own], self.room[kind]
         devices = slice(own * degree, (own + 1) * degree)
-        if is_new:
-            left.append(float(self.kinds[kind].tokens))
-            self.rows[devices] += 1
         length = self.lengths[index]
-        row = min((size, at) for at, size in enumerate(left) if size >= length)[1]
-        left[row] -= length
-        room[own] = max(left)
-        self.most_room[kind] = float(room.max())
+        before = left[-1][0] if left else 0.0
+        fits = len(left) if is_new else bisect_left(left, (length, 0))
+        size, row = (float(self.kinds[kind].tokens), len(left)) if is_new else left.pop(fits)
+        insort(left, (size - length, row))
+        after = left[-1][0]
+        room[own] = after
+        if after >= self.most_room[kind]:
+            self.most_room[kind] = after
+        elif before == self.most_room[kind]:
+            self.most_room[kind] = float(room.max())
+        if is_new:
+            self.rows[devices] += 1
         self.load_s[devices] += taken_s
         self.work[kind][own] += taken_s
         self.at[index] = kind, own, row
