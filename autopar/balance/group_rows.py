@@ -85,7 +85,7 @@ def _nested(
     kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
 ) -> Assignment | None:
     """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
-    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
+    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s, kind.fill_s) for kind in kinds]
     places = nest_below(own, devices, tokens, bound_s, limit_s)
     if places is None or (places.kind == places.kind[0]).all():
         return None

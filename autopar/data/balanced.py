@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from autopar.lower.run.call_inputs import CallInputs
 
 __all__ = ["balanced"]
 
+_LOGGER = logging.getLogger("autopar")
 L = TypeVar("L", bound=DataLoader[Any])
 
 _END = -1  # what a rank says in place of a digest when its loader has ended
@@ -102,6 +104,12 @@ def balanced(  # noqa: PLR0913  (what a user may say)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
     whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
     planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds and not whole)
+    if model.plan.groups and not planner.groups:
+        _LOGGER.warning(
+            "the plan has groups of devices of unlike size, but all devices run one plan in every step, which takes "
+            "longer than the plan says: batches with encoder=, with positions of several kinds, or with packs=False "
+            "don't run in such groups"
+        )
     maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
