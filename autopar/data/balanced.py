@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
+from autopar.trace import ignored_labels
 
 __all__ = ["balanced"]
 
@@ -111,6 +113,8 @@ def balanced(  # noqa: PLR0913  (what a user may say)
             "don't run in such groups"
         )
     maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
+    if not packs:
+        maker = replace(maker, keeps_empty=_ignores_empty_rows(model, maker.packing.padding))
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
@@ -148,6 +152,15 @@ def _row_maker(
         shifted if packs else (), kinds, whole,
     )  # fmt: skip
     return RowMaker(packing, images)
+
+
+def _ignores_empty_rows(model: ParallelModule, padding: Mapping[str, float]) -> bool:
+    """Whether a padded row without a sequence counts for nothing, as its labels have what a cross entropy ignores.
+
+    Any other loss, such as a mean over rows, or over places where the mask is 1, would count it.
+    """
+    ignored = ignored_labels(model.program.source)
+    return bool(ignored) and all(padding.get(name) == index for name, index in ignored.items())
 
 
 def _whole_entries(inputs: CallInputs, images: EncoderSharing | GridSharing | None) -> frozenset[str]:

@@ -105,13 +105,22 @@ def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RowMaker:
-    """A share, and its samples by number -> what ranks compare, and this rank's batch."""
+    """A share, and its samples by number -> what ranks compare, and this rank's batch.
+
+    Args:
+        packing: makes the rows.
+        encoder: makes those of an encoder; None: there is none.
+        keeps_empty: whether rows without a sequence, which ranks get so that all have as many, stay in the batch.
+    """
 
     packing: RowPacking
     encoder: EncoderSharing | GridSharing | None
+    keeps_empty: bool = True
 
     def make(self, share: Share, samples: Mapping[int, Any], like: Any) -> tuple[Dealt, dict[str, Tensor]]:
         """`like` is a sample that shows the form of rows, of which this rank may have none."""
+        if not self.keeps_empty:
+            share = share._replace(rows=[(length, row) for length, row in share.rows if row])
         tokens = [length for length, _ in share.rows] or [share.tokens]
         if self.encoder is None or share.encoder is None:
             rows = [[samples[number] for number in row] for _, row in share.rows]

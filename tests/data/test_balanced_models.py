@@ -61,10 +61,11 @@ class Patches(nn.Module):
 
 
 class Classes(nn.Module):
-    """Tells what is in images of several resolutions, each in a row of its own."""
+    """Tells what is in images of several resolutions, each in a row of its own; or how much of it, a mean over rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_amount: bool = False) -> None:
         super().__init__()
+        self.is_amount = is_amount
         self.embed, self.qkv, self.head = nn.Linear(PIXELS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 32)
 
     def forward(self, patches: Tensor, kind: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -72,7 +73,8 @@ class Classes(nn.Module):
         q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in self.qkv(self.embed(patches)).chunk(3, -1))
         attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None].bool())
         pooled = (attended.transpose(1, 2).flatten(2) * seen[..., None]).sum(1) / seen.sum(1, keepdim=True)
-        return functional.cross_entropy(self.head(pooled), kind)
+        scores = self.head(pooled)
+        return (scores[:, 0] - kind).square().mean() if self.is_amount else functional.cross_entropy(scores, kind)
 
 
 class Samples(Dataset[Sample]):
@@ -142,6 +144,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "bert": (bert, ("input_ids", "labels"), False),
     "t5": (t5, ("input_ids", "labels"), False),  # targets of the same length as their text
     "classes": (Classes, ("patches", "kind"), False),  # a class for each row
+    "amounts": (lambda: Classes(is_amount=True), ("patches", "kind"), False),
     "vit": (lambda: Patches(is_diffusion=False), VISION, True),
     "dit": (lambda: Patches(is_diffusion=True), (*VISION, "level"), True),
 }
@@ -170,6 +173,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int
     plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
     assert plan.prediction.row.tokens == TOKENS
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
+    more += [{name: x[:1] for name, x in example.items()}] * (case == "amounts")  # which would count empty rows
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
     for mix in MIXES:
         samples = Samples(mix, names)
