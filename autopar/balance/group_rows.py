@@ -12,6 +12,7 @@ it first, into its fullest row with enough room, or a new row.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,7 +85,7 @@ def _nested(
     kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
 ) -> Assignment | None:
     """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
-    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s) for kind in kinds]
+    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s, kind.fill_s) for kind in kinds]
     places = nest_below(own, devices, tokens, bound_s, limit_s)
     if places is None or (places.kind == places.kind[0]).all():
         return None
@@ -110,26 +111,28 @@ def _pack(
     )
     # Groups without a row have what it takes to fill them already; those with too short rows are never chosen.
     load, room = np.full(len(sizes), np.inf), np.zeros(len(sizes))
+    with_row = load.copy()  # `load` and another row
     closed = sorted({kind.tokens for kind in kinds})
-    left: list[list[int]] = [[] for _ in sizes]
+    left: list[list[tuple[int, int]]] = [[] for _ in sizes]  # of each row its room and its number, in order of room
     group, row = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
+    lengths = tokens.tolist()
     for placed, index in enumerate(order.tolist()):
-        length = int(tokens[index])
+        length = lengths[index]
         while closed and closed[-1] >= length:
             opened: np.ndarray = sizes == closed.pop()
             load[opened] = fill_s[opened]
-        done_s = (room < length) * row_s
-        done_s += load
-        done_s += pair_s * float(length) ** 2
+            with_row[opened] = fill_s[opened] + row_s[opened]
+        done_s = pair_s * float(length) ** 2
+        done_s += np.where(room < length, with_row, load)
         own = int(done_s.argmin())
-        if done_s[own] >= limit_s:
+        own_s = float(done_s[own])
+        if own_s >= limit_s:
             return placed, group, row, load
-        load[own] = done_s[own]
+        load[own], with_row[own] = own_s, own_s + row_s[own]
         rows = left[own]
-        if room[own] < length:
-            rows.append(int(sizes[own]))
-        place = min((size, at) for at, size in enumerate(rows) if size >= length)[1]
-        rows[place] -= length
-        room[own] = max(rows)
+        fits = bisect_left(rows, (length, 0))
+        size, place = rows.pop(fits) if fits < len(rows) else (int(sizes[own]), len(rows))
+        insort(rows, (size - length, place))
+        room[own] = rows[-1][0]
         group[index], row[index] = own, place
     return len(tokens), group, row, np.where([bool(rows) for rows in left], load, 0.0)

@@ -4,7 +4,9 @@ A group of d devices begins at a multiple of d, so of two groups one contains th
 device computes the rows of all groups that it is in, those of larger groups first.  Then the devices of a group have
 computed the same rows before, and none waits for another.  So the step takes as long as the device with the most work:
 
-    max over devices of the sum over its groups g of (rows[g] * row_s[g] + seconds of the sequences of g)
+    max over devices of the sum over its groups g of (fill_s[g] + rows[g] * row_s[g] + seconds of the sequences of g)
+
+where `fill_s`, in which the stages of a pipeline fill and drain, is 0 for groups without rows.
 
 The assignment is a search for a target time, as in bin packing: in descending order of length, each sequence gets the
 place that costs the fewest device seconds with which all devices still meet the target, on the devices with the most
@@ -13,6 +15,7 @@ work.  The target is halved between the lower bound and the best known.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +41,7 @@ class NestedKind:
         row_s: seconds of a row, whatever is in it.
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence.
+        fill_s: seconds that a group with any row needs in addition.
     """
 
     degree: int
@@ -45,6 +49,7 @@ class NestedKind:
     row_s: float
     token_s: float
     pair_s: float
+    fill_s: float = 0.0
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """``[n]`` lengths -> seconds of each in a row that is there already; infinite where it does not fit."""
@@ -130,6 +135,7 @@ class _Filling:
         least_s: of each kind, what its group with the least work has had at least, when none could take a sequence.
             Work only grows, so that a sequence for which this is too much need not be compared with the groups.
         most_room: of each kind, the largest `room`.
+        fill_s: of each kind, ``[groups]`` what the first row of a group needs in addition; 0 once it is there.
     """
 
     def __init__(
@@ -139,8 +145,10 @@ class _Filling:
         counts = [devices // kind.degree for kind in kinds]
         self.load_s, self.rows = np.zeros(devices), np.zeros(devices, np.int64)
         self.room, self.work = ([np.zeros(count) for count in counts] for _ in range(2))
-        self.left: list[list[list[float]]] = [[[] for _ in range(count)] for count in counts]
+        # Of each row of a group its room and its number, in order of room.
+        self.left: list[list[list[tuple[float, int]]]] = [[[] for _ in range(count)] for count in counts]
         self.least_s, self.most_room = [0.0] * len(kinds), [0.0] * len(kinds)
+        self.fill_s = [np.full(count, kind.fill_s) for count, kind in zip(counts, kinds, strict=True)]
         degrees = np.array([[kind.degree] for kind in kinds])
         seconds = np.array([kind.seconds(lengths) for kind in kinds])
         shared = np.array([kind.with_row(lengths) for kind in kinds]) * degrees
@@ -172,7 +180,7 @@ class _Filling:
         """The group of this kind with the most work that can take it; -1: there is none."""
         degree = self.kinds[kind].degree
         load_s = self.load_s if degree == 1 else self.load_s.reshape(-1, degree).max(axis=1)
-        fits = load_s + taken_s <= self.target_s
+        fits = load_s + (taken_s + self.fill_s[kind] if is_new else taken_s) <= self.target_s
         if not is_new:
             fits &= self.room[kind] >= length
         elif self.most_rows < len(self.lengths):
@@ -186,14 +194,21 @@ class _Filling:
     def _put(self, index: int, kind: int, own: int, taken_s: float, *, is_new: bool) -> None:
         degree, left, room = self.kinds[kind].degree, self.left[kind][own], self.room[kind]
         devices = slice(own * degree, (own + 1) * degree)
-        if is_new:
-            left.append(float(self.kinds[kind].tokens))
-            self.rows[devices] += 1
         length = self.lengths[index]
-        row = min((size, at) for at, size in enumerate(left) if size >= length)[1]
-        left[row] -= length
-        room[own] = max(left)
-        self.most_room[kind] = float(room.max())
+        before = left[-1][0] if left else 0.0
+        fits = len(left) if is_new else bisect_left(left, (length, 0))
+        size, row = (float(self.kinds[kind].tokens), len(left)) if is_new else left.pop(fits)
+        insort(left, (size - length, row))
+        after = left[-1][0]
+        room[own] = after
+        if after >= self.most_room[kind]:
+            self.most_room[kind] = after
+        elif before == self.most_room[kind]:
+            self.most_room[kind] = float(room.max())
+        if is_new:
+            self.rows[devices] += 1
+            taken_s += float(self.fill_s[kind][own])
+            self.fill_s[kind][own] = 0.0
         self.load_s[devices] += taken_s
         self.work[kind][own] += taken_s
         self.at[index] = kind, own, row

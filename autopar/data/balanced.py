@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,9 +27,11 @@ from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
+from autopar.trace import ignored_labels
 
 __all__ = ["balanced"]
 
+_LOGGER = logging.getLogger("autopar")
 L = TypeVar("L", bound=DataLoader[Any])
 
 _END = -1  # what a rank says in place of a digest when its loader has ended
@@ -54,8 +59,9 @@ def balanced(  # noqa: PLR0913  (what a user may say)
 
     Packed, a row has several sequences, and ``position_ids`` that begin at 0 in each: the model must take these, and
     let no place attend to another sequence (as causal language models of transformers do).  Padded, a row has one
-    sequence, and an ``attention_mask``.  Either way loss and gradients are those of one device on each sequence
-    alone, if the loss is a mean over labels that counts none with the value of padding.
+    sequence, and an ``attention_mask``, and samples may have entries for the whole sequence, such as its class, of
+    which the example inputs are ``[rows, ...]``.  Either way loss and gradients are those of one device on each
+    sequence alone, if the loss is a mean over labels that counts none with the value of padding.
 
     Args:
         loader: a ``DataLoader`` or torchdata's ``StatefulDataLoader`` as on one device, whose samples are mappings
@@ -98,8 +104,17 @@ def balanced(  # noqa: PLR0913  (what a user may say)
         check_separation(model.program.source)
     kinds = _kinds_of_positions(inputs, packs=packs)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
-    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds)
-    maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds)
+    whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds and not whole)
+    if model.plan.groups and not planner.groups:
+        _LOGGER.warning(
+            "the plan has groups of devices of unlike size, but all devices run one plan in every step, which takes "
+            "longer than the plan says: batches with encoder=, with positions of several kinds, or with packs=False "
+            "don't run in such groups"
+        )
+    maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
+    if not packs:
+        maker = replace(maker, keeps_empty=_ignores_empty_rows(model, maker.packing.padding))
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
@@ -128,14 +143,36 @@ def _row_maker(
     *,
     packs: bool,
     kinds: int,
+    whole: frozenset[str],
 ) -> RowMaker:
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     looked_up = {images.encoder.lookup: 0} if images and images.encoder.lookup else {}
     packing = RowPacking(
         {**_PADDING, **looked_up, **padding}, "position_ids" if packs else "", "" if packs else "attention_mask",
-        shifted if packs else (), kinds,
+        shifted if packs else (), kinds, whole,
     )  # fmt: skip
     return RowMaker(packing, images)
+
+
+def _ignores_empty_rows(model: ParallelModule, padding: Mapping[str, float]) -> bool:
+    """Whether a padded row without a sequence counts for nothing, as its labels have what a cross entropy ignores.
+
+    Any other loss, such as a mean over rows, or over places where the mask is 1, would count it.
+    """
+    ignored = ignored_labels(model.program.source)
+    return bool(ignored) and all(padding.get(name) == index for name, index in ignored.items())
+
+
+def _whole_entries(inputs: CallInputs, images: EncoderSharing | GridSharing | None) -> frozenset[str]:
+    """The inputs of which a row has no entry for each of its tokens: ``[rows, ...]`` next to ``[rows, tokens]``."""
+    forms = {name: shape for name, (shape, _) in inputs.example_forms.items()}
+    first = next(iter(forms.values()), ())
+    left_out = images.encoder.made if images else ()
+    return frozenset(
+        name
+        for name, shape in forms.items()
+        if name not in left_out and shape[:1] == first[:1] and shape[1:2] != first[1:2]
+    )
 
 
 def _kinds_of_positions(inputs: CallInputs, *, packs: bool) -> int:
@@ -199,7 +236,22 @@ def _encoder_sharing(
     if not grids:
         return EncoderSharing(encoder, forms, model.data_rank, ranks, parts)
     positions = "position_ids" if kinds else ""
-    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions)
+    merged = _merged_patches(model, next(iter(forms.values()))[0][0])
+    return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions, merged)
+
+
+def _merged_patches(model: ParallelModule, patches: int) -> int:
+    """How many of the example's `patches` become one of the rows that its program puts in the text; 0: not known, or
+    the model takes no other order of them.
+    """
+    program = model.program.source
+    ops = (op for layer in program.layers for op in layer.ops if op.target == "aten.masked_scatter.default")
+    sizes = {program.type_of(op.operands[2]).shape[0] for op in ops}
+    features = sizes.pop() if len(sizes) == 1 else 0
+    if not features or patches % features:
+        return 0
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    return patches // features if inspect.Parameter.VAR_KEYWORD in kinds else 0
 
 
 def _check_arguments(loader: Any, length: Any, index: Any, shifts: Any, *, is_stream: bool) -> None:

@@ -22,14 +22,14 @@ from autopar.data.packed_rows import RowPacking
 from autopar.errors import LoaderError
 from autopar.plan.prediction import RowCost
 
-__all__ = ["EncoderRows", "EncoderShare", "EncoderSharing", "in_even_parts"]
+__all__ = ["LEADING_BITS", "EncoderRows", "EncoderShare", "EncoderSharing", "Image", "in_even_parts"]
 
 Image = tuple[int, int]
 """The number of a sample in its batch, and the number of one of its images."""
 
 # Numbers of images of a part are rounded up to this many leading bits: each number is planned for when it first occurs,
 # and up to an eighth of the encoder's work is spent on images of zeros.
-_LEADING_BITS = 4
+LEADING_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class EncoderRows:
     ``functional.embedding(seen, features.flatten(0, 1))``.
 
     With `grids` the model takes the patches of all images in one dim, ``[patches, ...]``, next to the size of each
-    image, which it reads in Python.  All images of a batch have one size, those of another batch may have another.
+    image, which it reads in Python.  Every rank gets as many images of each size, in order of size, and the model's
+    program takes their features to the text.
 
     Args:
         entries: the names of the entries, which are inputs of the model.
@@ -80,8 +81,7 @@ class EncoderRows:
             raise LoaderError(
                 f"EncoderRows(lookup={self.lookup!r}, positions={self.positions!r}, mask={self.mask!r}, "
                 f"grids={self.grids!r}): images of many sizes need lookup=, and one of positions= (several images "
-                "share a row) and mask= (a row for each); images of one shape, and with grids= of one size in each "
-                "batch, need none of them"
+                "share a row) and mask= (a row for each); images of one shape, and those of grids=, need none of them"
             )
 
     @property
@@ -127,12 +127,14 @@ class EncoderShare:
         starts: the number of each image's first place among those of the rows of all ranks.
         lengths: of each sample the places that its images take, or their sizes.
         digest: of where images are, for ranks to compare.
+        grids: with sizes, those of this rank's rows; of no image too.
     """
 
     rows: tuple[tuple[Image, ...], ...]
     starts: Mapping[Image, int]
     lengths: Sequence[Sequence[Any]]
     digest: int
+    grids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def samples(self) -> set[int]:
@@ -286,9 +288,9 @@ class EncoderSharing:
         return {name: torch.zeros(tokens or shape[1], *shape[2:], dtype=dtype) for name, (shape, dtype) in forms}
 
 
-def in_even_parts(images: Sequence[Image], parts: int) -> list[list[Image]]:
+def in_even_parts(images: Sequence[Image], parts: int, leading_bits: int = LEADING_BITS) -> list[list[Image]]:
     """A row for each image, and empty ones behind them, for so many parts of equally many."""
     each = max(1, math.ceil(len(images) / parts))
-    step = 1 << max(0, each.bit_length() - _LEADING_BITS)
+    step = 1 << max(0, each.bit_length() - leading_bits)
     empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * parts - len(images))]
     return [[image] for image in images] + empty

@@ -28,6 +28,7 @@ class RowPacking:
             The batch has ``[1 + kinds, rows, tokens]`` of them then, and a sample ``[kinds, length]``; without them, as
             text alone, all count its places.
         mask: name of an entry that is 1 at tokens and 0 elsewhere; ``""``: none.
+        whole: names of entries that a sequence has once, such as its class: a batch has ``[rows, ...]`` of them.
         shifts: names whose first place in each sequence gets what padding has, since the model moves them to the place
             before, which is in another sequence.
     """
@@ -37,6 +38,7 @@ class RowPacking:
     mask: str = ""
     shifts: tuple[str, ...] = ()
     kinds: int = 0
+    whole: frozenset[str] = frozenset()
 
     def jagged(self, rows: Sequence[Sequence[Any]], tokens: Sequence[int], like: Any) -> dict[str, Tensor]:
         """The batch of these rows of samples; `tokens` of each row, or one number if there are none.
@@ -61,8 +63,9 @@ class RowPacking:
             LoaderError: a sample is no mapping of tensors of equal length, or nothing says how to pad an entry.
         """
         form = self._read(like)
+        sizes = {name: x.shape if name in self.whole else (tokens, *x.shape[1:]) for name, x in form.items()}
         batch = {
-            name: torch.full((len(rows), tokens, *x.shape[1:]), self.padding.get(name, 0), dtype=x.dtype)
+            name: torch.full((len(rows), *sizes[name]), self.padding.get(name, 0), dtype=x.dtype)
             for name, x in form.items()
         }
         places = torch.zeros(len(rows), tokens, dtype=torch.int64)
@@ -71,9 +74,9 @@ class RowPacking:
         for number, row in enumerate(rows):
             start = 0
             for sample in map(self._read, row):
-                start = self._place(batch, number, start, sample)
-                length = len(next(iter(sample.values())))
-                places[number, start - length : start] = torch.arange(length)
+                begin, start = start, start + self._length(sample)
+                self._place(batch, number, slice(begin, start), sample, tokens)
+                places[number, begin:start] = torch.arange(start - begin)
             filled[number, :start] = 1
         if self.kinds:
             places = torch.cat([places[None], batch.pop(self.positions).movedim(-1, 0)])
@@ -82,22 +85,30 @@ class RowPacking:
 
     def length_of(self, sample: Any) -> int:
         """How many tokens a sample has."""
-        return len(next(iter(self._read(sample).values())))
+        return self._length(self._read(sample))
 
-    def _place(self, batch: dict[str, Tensor], row: int, start: int, sample: Mapping[str, Tensor]) -> int:
-        stop = start + len(next(iter(sample.values())))
-        tokens = next(iter(batch.values())).shape[1]
-        if set(sample) != set(batch) or stop > tokens:
+    def _length(self, sample: Mapping[str, Tensor]) -> int:
+        return next(len(x) for name, x in sample.items() if name not in self.whole)
+
+    def _place(
+        self, batch: dict[str, Tensor], row: int, places: slice, sample: Mapping[str, Tensor], tokens: int
+    ) -> None:
+        if set(sample) != set(batch) or places.stop > tokens:
             raise LoaderError(
-                f"a sample with the entries {sorted(sample)} and {stop - start} tokens doesn't fit: other samples have "
-                f"{sorted(batch)}, and the row has {tokens - start} places left. Give every sample the same "
-                "entries, and let length= or length_index= say how many tokens it really has"
+                f"a sample with the entries {sorted(sample)} and {self._length(sample)} tokens doesn't fit: other "
+                f"samples have {sorted(batch)}, and the row has {tokens - places.start} places left. Give every sample "
+                "the same entries, and let length= or length_index= say how many tokens it really has"
             )
         for name, x in sample.items():
-            batch[name][row, start:stop] = x
+            if name in self.whole and x.shape != batch[name].shape[1:]:
+                raise LoaderError(
+                    f"entry {name!r} of a sample is {list(x.shape)}, but that of another one "
+                    f"{list(batch[name].shape[1:])}. By the example inputs a sequence has it once, not for each token: "
+                    "give all samples one shape"
+                )
+            batch[name][row if name in self.whole else (row, places)] = x
             if name in self.shifts:
-                batch[name][row, start] = self.padding[name]
-        return stop
+                batch[name][row, places.start] = self.padding[name]
 
     def as_mapping(self, sample: Any) -> Mapping[str, Any]:
         """The entries of a sample, without the mask of a tokenizer.
@@ -127,12 +138,13 @@ class RowPacking:
                 else "a sample has no entries"
             )
         tensors = {name: torch.as_tensor(x) for name, x in given.items()}
-        sizes = {name: len(x) if x.dim() else 0 for name, x in tensors.items()}
+        sizes = {name: len(x) if x.dim() else 0 for name, x in tensors.items() if name not in self.whole}
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise LoaderError(
                 f"the entries of a sample have one length, which is its number of tokens, but here {sizes} "
-                "(0: no dim, or an empty one). For images beside text pass balanced(..., encoder=) with the entries "
-                "that an encoder reads"
+                "(0: no dim, or an empty one). For what a sequence has once, such as its class, pass "
+                "balanced(..., packs=False) and example inputs [rows, ...] of it; for images beside text "
+                "balanced(..., encoder=) with the entries that an encoder reads"
             )
         return tensors
 

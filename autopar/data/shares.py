@@ -105,13 +105,22 @@ def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RowMaker:
-    """A share, and its samples by number -> what ranks compare, and this rank's batch."""
+    """A share, and its samples by number -> what ranks compare, and this rank's batch.
+
+    Args:
+        packing: makes the rows.
+        encoder: makes those of an encoder; None: there is none.
+        keeps_empty: whether rows without a sequence, which ranks get so that all have as many, stay in the batch.
+    """
 
     packing: RowPacking
     encoder: EncoderSharing | GridSharing | None
+    keeps_empty: bool = True
 
     def make(self, share: Share, samples: Mapping[int, Any], like: Any) -> tuple[Dealt, dict[str, Tensor]]:
         """`like` is a sample that shows the form of rows, of which this rank may have none."""
+        if not self.keeps_empty:
+            share = share._replace(rows=[(length, row) for length, row in share.rows if row])
         tokens = [length for length, _ in share.rows] or [share.tokens]
         if self.encoder is None or share.encoder is None:
             rows = [[samples[number] for number in row] for _, row in share.rows]
@@ -121,8 +130,10 @@ class RowMaker:
         texts = [[encoder.text_of(images, number, read[number]) for number in row] for _, row in share.rows]
         left_out = (*encoder.encoder.names, encoder.encoder.grids)
         form = {name: x for name, x in self.packing.as_mapping(like).items() if name not in left_out}
-        batch = self.packing.jagged(texts, tokens, form)
-        return share.dealt, batch | encoder.collate(images, read)
+        batch = self.packing.jagged(texts, tokens, form) | encoder.collate(images, read)
+        if isinstance(encoder, GridSharing):
+            batch |= encoder.order_of(images, [row for _, row in share.rows], share.tokens)
+        return share.dealt, batch
 
 
 # --- a dataset whose lengths are known: a rank reads its own samples

@@ -83,11 +83,14 @@ Parts = Mapping[tuple[str, object], float]
 
 
 class GroupKind(NamedTuple):
-    """A kind of group: the cost of a row, its plan, and what it holds of parameters."""
+    """A kind of group: the cost of a row, its plan, what it holds of parameters, and the peak bytes of a device beside
+    what the plan for all devices keeps.
+    """
 
     row: GroupRow
     plan: Plan
     parts: Parts
+    peak_bytes: float
 
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
@@ -158,7 +161,7 @@ def nested_peak_bytes(kinds: Sequence[GroupKind]) -> float:
     devices keeps: parts that kinds share are there once.
     """
     parts_bytes = sum({part: num_bytes for kind in kinds for part, num_bytes in kind.parts.items()}.values())
-    return parts_bytes + max(kind.plan.peak_memory_bytes - sum(kind.parts.values()) for kind in kinds)
+    return parts_bytes + max(kind.peak_bytes - sum(kind.parts.values()) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,12 @@ class _GroupPlanner:
         """Whether a device has memory to be in a group of each kind in one step."""
         limit = self.group_request.memory_limit_bytes
         assert limit is not None
-        return not self.plan.stages and nested_peak_bytes(kinds) * (1 + self.group_request.memory_error) <= limit
+        # Of the stage that needs the most, where the peak of a kind may be that of another one.
+        stages = StageMap(self.program, self.plan, 0)
+        peaks = (
+            nested_peak_bytes([_of_stage(kind, stages, number) for kind in kinds]) for number in set(stages.groups)
+        )
+        return max(peaks) * (1 + self.group_request.memory_error) <= limit
 
     def search(self, degree: int) -> list[GroupKind]:
         """Plans for groups of `degree` devices with the longest rows, of half as many with rows half as long, and on.
@@ -217,7 +225,8 @@ class _GroupPlanner:
         return None
 
     def _kind(self, one: Program, plan: Plan) -> GroupKind:
-        return GroupKind(self._row(one, plan), plan, part_bytes(one, plan, self.group_request.training))
+        row, parts = self._row(one, plan), part_bytes(one, plan, self.group_request.training)
+        return GroupKind(row, plan, parts, row.peak_bytes - _kept_bytes(self.program, self.plan, self.request))
 
     def _best(self, one: Program, degree: int) -> Plan:
         """The best plan for a row on `degree` devices (in each stage, if there are stages)."""
@@ -317,6 +326,14 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
     static_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
     return max(static_bytes) + 2 * max(layers, default=0.0)
+
+
+def _of_stage(kind: GroupKind, stages: StageMap, number: int) -> GroupKind:
+    """The same with the parts of parameters that device group `number` reads."""
+    own = {
+        part: num_bytes for part, num_bytes in kind.parts.items() if number in stages.holders.get(part[0], (number,))
+    }
+    return kind._replace(parts=own)
 
 
 def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:

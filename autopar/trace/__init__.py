@@ -7,6 +7,7 @@
 from autopar.trace.any_length import check_one_graph, reading_last_entry
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
+from autopar.trace.feature_order import FEATURE_ORDER
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
 from autopar.trace.layers import LayerNeeds
@@ -20,6 +21,7 @@ from autopar.trace.torch_internals import argument_source, custom_backwards, is_
 from autopar.trace.tracing import Traced, trace
 
 __all__ = [
+    "FEATURE_ORDER",
     "LayerNeeds",
     "LongerProgram",
     "LossFunction",

@@ -6,14 +6,15 @@ attend in each, and put the results together again.  If images are of one size, 
     cat([attention(q[i], k[i], v[i]) for i in images], patches)   with q, k, v: [1, heads, images * patches, width]
 
 and the same as attention on ``[images, heads, patches, width]``, which has a dim of images that devices can share.
-Pieces of several sizes, such as windows at borders, may repeat together: then there is a batch of each of them.
+Pieces of several sizes, such as windows at borders, may repeat together: then there is a batch of each of them, and
+of neighbors of one size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import groupby
 
 from autopar.ops.family import argument
 from autopar.program import Op, Ref
@@ -52,6 +53,11 @@ class _Pieces:
         divisors = (n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0)
         return next(sizes[:n] for n in divisors if sizes == sizes[:n] * (len(sizes) // n))
 
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of the pattern, and how many neighbors have each."""
+        return tuple((size, len(list(run))) for size, run in groupby(self.pattern))
+
 
 def batch_alike_pieces(graph: Graph) -> Graph:
     """Let attention on pieces that repeat be attention on a batch of them."""
@@ -59,7 +65,7 @@ def batch_alike_pieces(graph: Graph) -> Graph:
 
     def write(writer: Writer, op: Op) -> None:
         pieces = _pieces(graph, readers, op) if op.target == "aten.cat.default" else None
-        if pieces is not None and len(pieces.pattern) < len(pieces.sizes):
+        if pieces is not None and len(pieces.runs) < len(pieces.sizes):
             _write(writer, pieces, op)
 
     made = rewrite(graph, write)
@@ -125,16 +131,19 @@ def _tokens_behind(move: Op | None) -> int:
 
 def _write(writer: Writer, pieces: _Pieces, cat: Op) -> None:
     """The ops that attend in batches of pieces, for `cat`."""
-    first, pattern = pieces.first, pieces.pattern
-    count, tokens = len(pieces.sizes) // len(pattern), sum(pattern)
+    first, tokens = pieces.first, sum(pieces.pattern)
+    count = len(pieces.sizes) // len(pieces.pattern)
     batches = [_batch(writer, Ref(name), count) for name in pieces.wholes]
     kind = writer.type_of(Ref(first.results[0]))
     _, heads, _, width = kind.shape
     made: list[Ref] = []
-    for size, stop in zip(pattern, accumulate(pattern), strict=True):
-        own = [_cut(writer, batch, stop - size, stop) for batch in batches]
-        result = replace(kind, shape=(count, heads, size, width))
-        made.append(writer.add(ATTENTION, (*own, *first.args[3:]), result, first.kwargs))
+    start = 0
+    for size, run in pieces.runs:
+        stop = start + size * run
+        own = [_apart(writer, _cut(writer, batch, start, stop), run) for batch in batches]
+        result = replace(kind, shape=(count * run, heads, size, width))
+        made.append(_joined(writer, writer.add(ATTENTION, (*own, *first.args[3:]), result, first.kwargs), run))
+        start = stop
     x = made[0]
     if len(made) > 1:
         x = writer.add("aten.cat.default", (tuple(made), _TOKENS), replace(kind, shape=(count, heads, tokens, width)))
@@ -151,7 +160,7 @@ def _batch(writer: Writer, whole: Ref, count: int) -> Ref:
     kind = writer.type_of(whole)
     _, heads, tokens, width = kind.shape
     shape = (heads, count, tokens // count, width)
-    cut = writer.add("aten.reshape.default", (whole, shape), replace(kind, shape=shape))
+    cut = _reshaped(writer, whole, shape)
     return writer.add("aten.transpose.int", (cut, 0, 1), replace(kind, shape=(count, heads, *shape[2:])))
 
 
@@ -163,3 +172,29 @@ def _cut(writer: Writer, batch: Ref, start: int, stop: int) -> Ref:
     shape = (*kind.shape[:_TOKENS], stop - start, kind.shape[3])
     end = TO_THE_END if stop == kind.shape[_TOKENS] else stop
     return writer.add("aten.slice.Tensor", (batch, _TOKENS, start, end), replace(kind, shape=shape))
+
+
+def _apart(writer: Writer, batch: Ref, run: int) -> Ref:
+    """``[count, heads, run * size, width]`` -> ``[count * run, heads, size, width]``."""
+    if run == 1:
+        return batch
+    kind = writer.type_of(batch)
+    count, heads, tokens, width = kind.shape
+    x = _reshaped(writer, batch, (count, heads, run, tokens // run, width))
+    x = writer.add("aten.transpose.int", (x, 1, 2), replace(kind, shape=(count, run, heads, tokens // run, width)))
+    return _reshaped(writer, x, (count * run, heads, tokens // run, width))
+
+
+def _joined(writer: Writer, pieces: Ref, run: int) -> Ref:
+    """``[count * run, heads, size, width]`` -> ``[count, heads, run * size, width]``."""
+    if run == 1:
+        return pieces
+    kind = writer.type_of(pieces)
+    every, heads, size, width = kind.shape
+    x = _reshaped(writer, pieces, (every // run, run, heads, size, width))
+    x = writer.add("aten.transpose.int", (x, 1, 2), replace(kind, shape=(every // run, heads, run, size, width)))
+    return _reshaped(writer, x, (every // run, heads, run * size, width))
+
+
+def _reshaped(writer: Writer, x: Ref, shape: tuple[int, ...]) -> Ref:
+    return writer.add("aten.reshape.default", (x, shape), replace(writer.type_of(x), shape=shape))

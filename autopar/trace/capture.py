@@ -25,6 +25,7 @@ from autopar.trace.covariances import written_covariances
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
+from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
@@ -94,8 +95,9 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
+        order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with RepeatedCalls(), Selections():
+            with features_in_order(order), RepeatedCalls(), Selections():
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.feature_order import put_rows
 from autopar.trace.source_lines import user_line
 
 __all__ = ["Selected", "Selections", "refuse_output"]
@@ -252,7 +253,7 @@ def _with_rows(
             return x[0]
         shape = (*first.mask.copy.shape, *x.shape[1:])
         chosen = first.mask.copy.reshape(*first.mask.copy.shape, *[1] * first.num_rest).expand(shape)
-        return Selected(torch.zeros(shape, dtype=x.dtype).masked_scatter(chosen, x), first.mask)
+        return Selected(put_rows(torch.zeros(shape, dtype=x.dtype), chosen, x), first.mask)
 
     return tuple(map(placed, args)), {name: placed(x) for name, x in kwargs.items()}
 

@@ -51,13 +51,16 @@ def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
     assert found.largest_s == pytest.approx(16.5 + 0.01 * 64**2)  # nobody is done later than it
 
 
-@pytest.mark.parametrize("devices", [4, 8, 16])
-def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_is_said(devices: int) -> None:
+@pytest.mark.parametrize(("devices", "fill_s"), [(4, 0.0), (8, 0.0), (8, 5.0), (16, 0.0)])
+def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_is_said(
+    devices: int, fill_s: float
+) -> None:
     random = np.random.default_rng(devices)
+    kinds = tuple(replace(kind, fill_s=fill_s) for kind in KINDS)  # in which stages fill and drain, once for a group
     faster = 0
     for _ in range(40):
         lengths = random.integers(1, 1 + random.choice([16, 32, 64]), random.integers(1, 40))
-        alone, found = (assign_groups(KINDS, 3.0, devices, lengths, nests=nests) for nests in (False, True))
+        alone, found = (assign_groups(kinds, 3.0, devices, lengths, nests=nests) for nests in (False, True))
         if found is None or not found.starts:
             assert (alone is None) == (found is None)
             continue
@@ -73,7 +76,7 @@ def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_
             assert rows
             assert all(sum(lengths[index] for index in row) <= kind.tokens for row in rows)
             pairs = sum(float(lengths[index]) ** 2 for row in rows for index in row)
-            work_s = len(rows) * kind.row_s + kind.pair_s * pairs
+            work_s = fill_s + len(rows) * kind.row_s + kind.pair_s * pairs
             assert found.work_s[group] == pytest.approx(work_s)
             load_s[start : start + kind.degree] += work_s
         assert found.load_s == pytest.approx(load_s)

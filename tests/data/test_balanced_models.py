@@ -60,6 +60,23 @@ class Patches(nn.Module):
         return (error * counts).sum() / counts.sum()
 
 
+class Classes(nn.Module):
+    """Tells what is in images of several resolutions, each in a row of its own; or how much of it, a mean over rows."""
+
+    def __init__(self, *, is_amount: bool = False) -> None:
+        super().__init__()
+        self.is_amount = is_amount
+        self.embed, self.qkv, self.head = nn.Linear(PIXELS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 32)
+
+    def forward(self, patches: Tensor, kind: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        seen = torch.ones_like(patches[..., 0]) if attention_mask is None else attention_mask.to(patches.dtype)
+        q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in self.qkv(self.embed(patches)).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None].bool())
+        pooled = (attended.transpose(1, 2).flatten(2) * seen[..., None]).sum(1) / seen.sum(1, keepdim=True)
+        scores = self.head(pooled)
+        return (scores[:, 0] - kind).square().mean() if self.is_amount else functional.cross_entropy(scores, kind)
+
+
 class Samples(Dataset[Sample]):
     """Of these lengths: patches, or tokens of which some are to be predicted."""
 
@@ -71,7 +88,7 @@ class Samples(Dataset[Sample]):
             ids = torch.randint(1, 32, (n,), generator=random)
             made = {name: torch.randn(n, *size, generator=random).double() for name, size in sizes.items()}
             labels = torch.where(torch.arange(n) % 3 == 0, ids, -100)
-            made |= {"counts": torch.ones(n).double(), "input_ids": ids, "labels": labels}
+            made |= {"counts": torch.ones(n).double(), "input_ids": ids, "labels": labels, "kind": ids[0]}
             self.samples.append({name: made[name] for name in names})
 
     def __len__(self) -> int:
@@ -86,6 +103,8 @@ def size(sample: Sample) -> int:
 
 
 def counted(sample: Sample) -> int:
+    if "kind" in sample:
+        return 1
     return int((sample["labels"] != -100).sum()) if "labels" in sample else size(sample)
 
 
@@ -124,6 +143,8 @@ VISION = ("patches", "place", "target", "counts")
 CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "bert": (bert, ("input_ids", "labels"), False),
     "t5": (t5, ("input_ids", "labels"), False),  # targets of the same length as their text
+    "classes": (Classes, ("patches", "kind"), False),  # a class for each row
+    "amounts": (lambda: Classes(is_amount=True), ("patches", "kind"), False),
     "vit": (lambda: Patches(is_diffusion=False), VISION, True),
     "dit": (lambda: Patches(is_diffusion=True), (*VISION, "level"), True),
 }
@@ -133,7 +154,12 @@ MIXES = ([4, 6, 16, 1, 9, 2], [16], [8, 8, 8, 8])
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [("bert", 2), ("dit", 2), *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("t5", 4), ("vit", 4)))],
+    [
+        ("bert", 2),
+        ("dit", 2),
+        ("classes", 2),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("t5", 4), ("vit", 4))),
+    ],
 )
 def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int) -> None:
     make, names, packs = CASES[case]
@@ -147,6 +173,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int
     plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
     assert plan.prediction.row.tokens == TOKENS
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
+    more += [{name: x[:1] for name, x in example.items()}] * (case == "amounts")  # which would count empty rows
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
     for mix in MIXES:
         samples = Samples(mix, names)
@@ -156,7 +183,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int
             made: Any = build(model, traced, plan, talk, planner=planner)
             made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
             loader = DataLoader(samples, batch_size=len(samples))
-            padding = dict.fromkeys(set(names) - {"labels"}, 0)
+            padding = dict.fromkeys(set(names) - {"labels"}, 0) | ({"kind": -100} if "kind" in names else {})
             arguments: dict[str, Any] = {"length": size, "packs": packs, "shifts": (), "padding": padding}
             (batch,) = autopar.balanced(loader, made, **arguments)
             loss = loss_of(made(**batch))
@@ -207,6 +234,17 @@ def test_models_that_mix_packed_sequences_are_refused() -> None:
         LoaderError, match=r"have none \(only input_ids, labels\), so nothing keeps the sequences of a row apart"
     ):
         check_separation(program(bert(), masked))
+
+
+def test_entries_of_whole_sequences_have_one_shape() -> None:
+    packing = RowPacking({"x": 0, "kind": -100}, mask="attention_mask", whole=frozenset({"kind"}))
+    samples = [{"kind": torch.tensor([n, n]), "x": torch.ones(n)} for n in (3, 1)]
+    batch = packing.rows([samples[:1], [], samples[1:]], 4, samples[0])
+    assert batch["kind"].tolist() == [[3, 3], [-100, -100], [1, 1]]
+    assert batch["x"].tolist() == [[1, 1, 1, 0], [0] * 4, [1, 0, 0, 0]]
+    assert packing.length_of(samples[0]) == 3
+    with pytest.raises(LoaderError, match=r"entry 'kind' of a sample is \[\], but that of another one \[2\]"):
+        packing.rows([[samples[1] | {"kind": torch.tensor(1)}]], 4, samples[0])
 
 
 def test_masks_of_tokenizers_are_left_out() -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from torch.utils.data import DataLoader
 
+import autopar
 from autopar.lower.communication.communicator import Communicator
-from autopar.plan import Plan
-from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.plan import GroupPlan, Plan
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
+from tests.balance.assignments import plan_of
+from tests.data.sharded import FakeModel
 from tests.data.test_balanced import Documents, check_equal_to_alone, small_llama
 from tests.lower.groups.cases import family
 
@@ -58,3 +64,23 @@ def test_a_loader_gives_a_rank_rows_of_several_groups() -> None:
             rows = [16, 8] if rank < 2 else [8, 8, 8]
             assert [len(x) for x in batch["input_ids"].unbind()] == rows
             assert batch["input_ids"].is_nested == (rank < 2)
+
+
+def test_groups_that_are_not_used_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    row = RowCost(ranks=1, rows=1, tokens=16, token_s=1.0, pair_s=0.0)
+    plan = plan_of(row)
+    prediction = LengthPrediction(plans=(LengthPlan(row),), groups=(GroupRow(1, 16, 1.0, 0.0),))
+    plan = replace(
+        plan, groups=(GroupPlan(16, plan.decisions),), prediction=replace(plan.prediction, lengths=prediction)
+    )
+
+    def load(talk: Communicator, packs: bool) -> None:
+        model: Any = FakeModel(talk)
+        model.plan = plan
+        documents: Any = Documents([16, 7])
+        autopar.balanced(DataLoader(documents), model, length_index=[16, 7], shifts=(), packs=packs)
+
+    for packs, num_warnings in ((True, 0), (False, 1)):
+        caplog.clear()
+        simulate(1, lambda talk, packs=packs: load(talk, packs))
+        assert sum("all devices run one plan in every step" in text for text in caplog.messages) == num_warnings

@@ -1,16 +1,20 @@
-"""Balanced loaders for vision models that read the sizes of images in Python: images of one size in each batch."""
+"""Balanced loaders for vision models that read the sizes of images in Python: of one size, or several, in a batch."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import autopar
 from autopar.data import EncoderRows
+from autopar.data.image_grids import GridSharing
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
@@ -21,14 +25,15 @@ from tests.data.sharded import FakeModel
 from tests.data.test_balanced import ROW
 from tests.lower.runs import build, loss_of
 from tests.models import skip_before_transformers_5
-from tests.parity.test_image_grids import IMAGE, SMALL, START, TOKENS, WIDE, small
+from tests.parity.test_image_grids import HIGH, IMAGE, SMALL, START, TOKENS, WIDE, small
+from tests.ranks import run_ranks
 from tests.zoo import forced_plan
 
 Grid = tuple[int, int, int]
 ENCODER = EncoderRows("pixel_values", grids="image_grid_thw")
-# Of each sample the number of its words, and its images: batches of four samples have images of one size, or none.
+# Of each sample the number of its words, and its images: of several sizes, of one size, or none in a batch of four.
 SAMPLES: list[tuple[int, list[Grid]]] = [
-    (3, [SMALL, SMALL]), (9, []), (2, [SMALL]), (6, [SMALL]),
+    (3, [WIDE, SMALL]), (9, []), (2, [HIGH]), (6, [SMALL]),
     (2, [WIDE]), (1, [WIDE, WIDE]), (5, []), (4, []),
     (8, []), (5, []), (9, []), (3, []),
 ]  # fmt: skip
@@ -85,7 +90,7 @@ def example_of(rows: int, grids: list[Grid]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "asked"), [("qwen2", "data=2"), ("qwen2.5", "data=2"), ("qwen3", "tensor=2")])
-def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, asked: str) -> None:
+def test_images_train_as_on_one_device(kind: str, asked: str) -> None:
     skip_before_transformers_5("the configuration is another one")
     model: Any = small(kind)
     dataset: Any = [sample_of(model, number) for number in range(len(SAMPLES))]
@@ -118,11 +123,46 @@ def test_images_of_one_size_in_each_batch_train_as_on_one_device(kind: str, aske
 
     for steps in simulate(2, rank):
         for (loss, gradients), expected in zip(steps, alone, strict=True):
-            assert loss == pytest.approx(expected.losses[0], rel=1e-12)
-            largest = max(float(x.abs().max()) for x in expected.gradients.values())
-            for name, x in gradients.items():
-                wanted = expected.gradients.get(f"model.{name}", torch.zeros_like(x))
-                torch.testing.assert_close(x, wanted, rtol=0, atol=1e-9 * largest)
+            assert_step(loss, gradients, expected, loss_error=1e-12, gradient_error=1e-9)
+
+
+def assert_step(
+    loss: float, gradients: dict[str, Tensor], expected: Any, *, loss_error: float, gradient_error: float
+) -> None:
+    """Within relative errors; gradients relative to the largest entry of all."""
+    assert loss == pytest.approx(expected.losses[0], rel=loss_error)
+    largest = max(float(x.abs().max()) for x in expected.gradients.values())
+    for name, x in gradients.items():
+        wanted = expected.gradients.get(f"model.{name}", torch.zeros_like(x))
+        torch.testing.assert_close(x, wanted, rtol=0, atol=gradient_error * largest)
+
+
+def on_gloo() -> tuple[float, dict[str, Tensor]]:
+    """A step with images of several sizes."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model: Any = small("qwen2")
+    dataset: Any = [sample_of(model, number) for number in range(4)]
+    made: Any = autopar.parallelize(
+        model, mesh, example_of(2, [SMALL] * 4), profile=False, inputs="local", constraints=["data=2"]
+    )
+    loader: Any = autopar.balanced(
+        DataLoader(dataset, batch_size=4), made, length_index=[size(sample) for sample in dataset], shifts="labels",
+        encoder=replace(ENCODER, lengths=[grids for _, grids in SAMPLES[:4]]),
+    )  # fmt: skip
+    (batch,) = loader
+    loss = loss_of(made(**batch))
+    loss.backward()
+    named = [(name, p.grad) for name, p in made.named_parameters() if p.grad is not None]
+    return loss.item(), {name: made._whole(name, x) for name, x in named}
+
+
+@pytest.mark.slow
+def test_gloo_processes_group_images_by_size() -> None:
+    skip_before_transformers_5("the configuration is another one")
+    alone = run_single(Alone(small("qwen2"), range(4)), {"x": torch.zeros(1).double()}, 1)
+    for loss, gradients in run_ranks(on_gloo, 2):
+        # The model casts rotary embeddings and logits to float32.
+        assert_step(loss, gradients, alone, loss_error=1e-6, gradient_error=1e-6)
 
 
 def loaded(samples: Any, rows: int = 2, **arguments: Any) -> Any:
@@ -155,7 +195,7 @@ def plain_sample(grids: list[Grid], tokens: int = 8) -> dict[str, Tensor]:
     [
         (
             [plain_sample([SMALL]), plain_sample([WIDE])], {},
-            r"the sizes \[\(1, 4, 4\), \(1, 4, 8\)\].*which forward reads in Python.*BucketSampler",
+            r"the sizes \[\(1, 4, 4\), \(1, 4, 8\)\].*doesn't say how many patches become one feature.*BucketSampler",
         ),
         (
             [{n: x for n, x in plain_sample([SMALL]).items() if n != "position_ids"}], {},
@@ -187,3 +227,39 @@ def test_a_rank_reads_its_own_images_by_index() -> None:
         assert batch["image_grid_thw"].tolist() == [[*SMALL]] * 6
         assert batch["pixel_values"].shape == (3 * 16, 96)
         assert batch["position_ids"].shape == (4, *batch["input_ids"].shape)
+
+
+def sharing(rank: int = 0, merged: int = 4) -> GridSharing:
+    forms = {"pixel_values": ((64, 3), torch.float32)}
+    return GridSharing(ENCODER, forms, rank, 2, 2, SMALL, merged=merged)
+
+
+def test_each_rank_has_as_many_images_of_each_size_and_text_finds_its_own() -> None:
+    lengths = [[WIDE, SMALL], [], [SMALL], [SMALL], [WIDE]]
+    samples = {
+        number: {"pixel_values": torch.full((sum(map(math.prod, own)), 3), number), "image_grid_thw": torch.tensor(own)}
+        for number, own in enumerate(lengths)
+        if own
+    }
+    order = [4, 0, 1, 2, 3]  # of the text
+    shares = [sharing(rank).assign(lengths, order) for rank in range(2)]
+    batches = [sharing(rank).collate(share, samples) for rank, share in enumerate(shares)]
+    assert shares[0].digest == shares[1].digest
+    for batch in batches:
+        sizes: Any = batch["image_grid_thw"]
+        assert sizes.tolist() == [[*grid] for grid in [SMALL, SMALL, WIDE] * 2]
+    features = torch.cat([batch["pixel_values"] for batch in batches])[::4, 0]  # of which sample each is
+    orders: Any = sharing().order_of(shares[0], [[4, 0], [], [1, 3, 2]], 20)["feature_order"]
+    found = [[int(features[place]) for place in row if place < len(features)] for row in orders.tolist()]
+    assert found == [[4] * 8 + [0] * 12, [], [3] * 4 + [2] * 4]
+    with pytest.raises(LoaderError, match="have 20 features, more than the 19 places of their row"):
+        sharing().order_of(shares[0], [[4, 0]], 19)
+
+
+def test_numbers_of_images_are_rounded_so_that_plans_are_few() -> None:
+    five = [(1, 4, 4 * n) for n in range(1, 6)]
+    for sizes, each in (([SMALL], 13), ([SMALL, WIDE], 16), (five, 16)):
+        share = sharing().assign([[size] * 25 for size in sizes], range(len(sizes)))
+        assert len(share.rows) == each * len(sizes)
+    with pytest.raises(LoaderError, match=r"an image of \(1, 4, 4\).*has 16 patches.*of 3 each"):
+        sharing(merged=3).assign([[SMALL, WIDE]], [0])

@@ -39,7 +39,10 @@ class Pieces(nn.Module):
         ((4, 4, 4), True, False, 1),
         ((4, 4, 4), False, False, 1),
         ((2, 4, 2, 4, 2, 4), True, False, 2),
-        ((4, 4, 2), True, False, 3),
+        ((4, 4, 2), True, False, 2),
+        ((4, 4, 2, 4, 4, 2), True, False, 2),
+        ((2, 2, 2, 4, 3, 3), False, False, 3),
+        ((4, 2, 3), True, False, 3),
         ((4, 4, 4), True, True, 3),  # a result is read by itself
     ],
 )

@@ -198,6 +198,7 @@ def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
     batches = [np.array(lengths) for lengths, _ in FOUR.values()]
     planned = plan_groups(traced.program, plan, batches, trace, prices, request)
     kinds = [(each.degree, each.tokens) for each in planned.rows]
+    assert planned.nests
     assert kinds[0] == (2, TOKENS)
     assert {(1, 8), (1, 4)} <= {*kinds}
     assert [(each.decisions.group_size, each.tokens) for each in planned.plans] == kinds
@@ -207,7 +208,9 @@ def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
     assert planned.rows[0].axes.startswith("ZeRO-0")
     assert not any("PP" in each.axes for each in planned.rows)
     plan = Plan.from_json(replace(plan, groups=planned.plans).to_json())
-    check(Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds}), FOUR)
+    found = Family(model, 8, example, traced, plan, {tokens: degree for degree, tokens in kinds})
+    check(found, FOUR)
+    check(found, NESTED, batches=nested_batches(found))
 
 
 def train_stages_process() -> Any:
