@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,9 +101,18 @@ def forced_plan(program: Program, world_size: int, *constraints: str, known: Kno
     If these say nothing of microbatches there is one, which a search takes by itself where everything fits in memory:
     it finds the same plan in half the time, as with `quick`.  Without constraints the search is free.
     """
-    request = SearchRequest(constraints=quick(constraints), known=known or KnownLayers())
-    if constraints and not any("microbatches" in text for text in constraints):
-        request = replace(request, max_microbatches=1)
+    says_microbatches = not constraints or any("microbatches" in text for text in constraints)
+    most = SearchRequest().max_microbatches if says_microbatches else 1
+    if known is None:
+        return _found(program, world_size, quick(constraints), most)
+    request = SearchRequest(constraints=quick(constraints), max_microbatches=most, known=known)
+    return search(program, world_size, quick_prices(world_size), request)
+
+
+@lru_cache(maxsize=256)
+def _found(program: Program, world_size: int, constraints: tuple[str, ...], max_microbatches: int) -> Plan:
+    """Equal programs have equal plans, and many tests make the same."""
+    request = SearchRequest(constraints=constraints, max_microbatches=max_microbatches)
     return search(program, world_size, quick_prices(world_size), request)
 
 
