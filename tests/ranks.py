@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RanksError", "run_program", "run_ranks", "run_script", "share_traces_in", "traces_folder"]
+__all__ = ["RanksError", "fork_context", "run_program", "run_ranks", "run_script", "share_traces_in", "traces_folder"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -155,13 +155,18 @@ def _run_program(rank: int, path: str, world: int, args: list[str], port: int, r
         time.sleep(0.02)  # if another rank fails, this one is killed
 
 
+def fork_context() -> Any:
+    """Imports are most of what a short test costs: one process does them, and others are forked from it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    return context
+
+
 def _in_processes(
     function: Callable[..., Any], count: int, args: tuple[Any, ...], folder: str, timeout_s: float
 ) -> list[Any]:
     """``function(number, *args)`` in so many new processes; `folder` takes their results."""
-    # Imports are most of what a short test costs: one process does them, and the others are forked from it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
+    context = fork_context()
     traces = str(traces_folder())
     processes = [
         context.Process(target=_run, args=(function, number, args, folder, traces), daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from autopar.lower.run.step_runner import StepRunner
 from autopar.schedules.action_lists import Action
 from tests.end_to_end.harness import parallelize, run_step
 from tests.end_to_end.pipelines import cut
+from tests.ranks import fork_context
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +179,7 @@ def run_to_the_end(
         hangs: the victim is still there when the others have ended.
         kills: the victim is killed when the mishap has begun.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     processes = [
         context.Process(target=_run_rank, args=(rank, world, folder, victim, place, mishap, train), daemon=True)
         for rank in range(world)
