@@ -56,6 +56,7 @@ __all__ = [
     "refine_mesh",
     "reshard",
     "shard",
+    "sharded_axes",
     "tidy",
 ]
 
@@ -157,6 +158,12 @@ class Axis(NamedTuple):
 def mesh_axes(mesh: tuple[int, ...]) -> tuple[Axis, ...]:
     """The axes of a row-major mesh of these sizes; the last axis joins consecutive ranks."""
     return tuple(Axis(size, math.prod(mesh[index + 1 :])) for index, size in enumerate(mesh))
+
+
+def sharded_axes(layout: Layout, mesh: tuple[int, ...]) -> tuple[Axis, ...]:
+    """The axes of `mesh` on which devices have different slices of a tensor in this layout."""
+    axes = zip(mesh_axes(mesh), layout, strict=True)
+    return tuple(axis for axis, placement in axes if placement.is_shard and axis.size > 1)
 
 
 def refine_mesh(*meshes: tuple[int, ...]) -> tuple[int, ...]:

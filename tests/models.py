@@ -434,11 +434,6 @@ ZOO: Mapping[str, Callable[[], Model]] = {
 }
 
 # At least six layers each, and a batch for 4 microbatches on 4 devices a stage.
-# Numbers of simulated devices for suites over the whole zoo: 8 where models differ most, to keep the suites short.
-WORLDS: Mapping[str, tuple[int, ...]] = {
-    name: {"bart": (4,)}.get(name, (2, 4, 8) if name in ("llama", "gpt2", "t5", "unet") else (2, 4)) for name in ZOO
-}
-
 PIPELINE_ZOO: Mapping[str, Callable[[], Model]] = {
     "deep_gpt2": partial(make_gpt2, batch=16, layers=4, length=8),
     "deeper_gpt2": partial(make_gpt2, batch=16, layers=6, length=8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
+from autopar.search.known_layers import KnownLayers
 from autopar.trace import Traced
 from autopar.verify import VerificationReport, compare
 from autopar.verify.rehearsal import Run, join_runs, keep_double_program, run_ranks, run_single, train
@@ -72,10 +73,17 @@ def plan_for(
 ) -> Plan:
     """The plan that a search finds for a model of the zoo; with `stages` it may be a pipeline."""
     program = subject(name, dtype).traced.program
+    known = known_layers(name, world_size, dtype).for_other_constraints()
     if not stages:
-        return forced_plan(program, world_size, *constraints)
-    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
+        return forced_plan(program, world_size, *constraints, known=known)
+    request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions, known=known)
     return search(program, world_size, quick_prices(world_size), request)
+
+
+@cache
+def known_layers(name: str, world_size: int, dtype: torch.dtype) -> KnownLayers:
+    """What the searches for a model share; each finds what it finds alone (`tests.search.test_known_layers`)."""
+    return KnownLayers()
 
 
 def quick(constraints: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,15 +95,24 @@ def quick(constraints: tuple[str, ...]) -> tuple[str, ...]:
     return constraints if says_so else (*constraints, "recompute=none")
 
 
-def forced_plan(program: Program, world_size: int, *constraints: str) -> Plan:
+def forced_plan(program: Program, world_size: int, *constraints: str, known: KnownLayers | None = None) -> Plan:
     """The plan under `constraints`, without stages.
 
     If these say nothing of microbatches there is one, which a search takes by itself where everything fits in memory:
     it finds the same plan in half the time, as with `quick`.  Without constraints the search is free.
     """
-    request = SearchRequest(constraints=quick(constraints))
-    if constraints and not any("microbatches" in text for text in constraints):
-        request = replace(request, max_microbatches=1)
+    says_microbatches = not constraints or any("microbatches" in text for text in constraints)
+    most = SearchRequest().max_microbatches if says_microbatches else 1
+    if known is None:
+        return _found(program, world_size, quick(constraints), most)
+    request = SearchRequest(constraints=quick(constraints), max_microbatches=most, known=known)
+    return search(program, world_size, quick_prices(world_size), request)
+
+
+@lru_cache(maxsize=256)
+def _found(program: Program, world_size: int, constraints: tuple[str, ...], max_microbatches: int) -> Plan:
+    """Equal programs have equal plans, and many tests make the same."""
+    request = SearchRequest(constraints=constraints, max_microbatches=max_microbatches)
     return search(program, world_size, quick_prices(world_size), request)
 
 

@@ -7,8 +7,9 @@ It gets the op, the operand's local shape and order, and the result's local shap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.program import Op
 
@@ -27,7 +28,8 @@ class Order:
 PlaceResult = Callable[[Op, Shape, Order, Shape], tuple[bool, Order]]
 
 
-def in_order(shape: Sequence[int]) -> Order:
+@lru_cache(maxsize=1 << 14)
+def in_order(shape: Shape) -> Order:
     """The order of a contiguous tensor."""
     return Order(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 

@@ -204,7 +204,7 @@ class _TensorGraphBuilder:
         operands = [self.located[index] for index in run.operands]
         trains = [placed.flows[name].value.requires_grad for name in op.operands]
         family, has_kernel = family_of(op.target), state.has_kernel
-        buffers = self._buffers(run)
+        buffers = family.buffers(op, state.operand_types, state.result_types, trains, has_kernel)
         makes = self._add_results(run, operands)
         results = [self.located[index] for index in run.results]
         trained = [placed.flows[name].value.requires_grad for name in op.results]
@@ -294,9 +294,10 @@ class _TensorGraphBuilder:
         makes: dict[TensorKey, float] = {}
         for index, name, tensor in zip(run.results, op.results, state.result_types, strict=True):
             key: TensorKey = (name, "source", -1)
-            is_view, order = False, in_order(tensor.shape)
             if operands:
                 is_view, order = result_order(op, state.operand_types[0].shape, operands[0].order, tensor.shape)
+            else:
+                is_view, order = False, in_order(tensor.shape)
             if not is_view:
                 makes[key] = self.sizes[key] = tensor.num_bytes
             target = GradientTarget(key, tensor.num_bytes, False, tensor.num_elements)

@@ -35,9 +35,24 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 # Ops that are decomposed into others in one step, and how where that isn't written in C++.
-_SHALLOW: Mapping[str, Callable[..., Tensor] | None] = {
+_SHALLOW: Mapping[str, Callable[..., Any] | None] = {
     **dict.fromkeys(f"aten.to.{name}" for name in ("dtype", "device", "dtype_layout")),
-    **dict.fromkeys(f"aten.{name}" for name in ("reshape.default", "contiguous.default", "flatten.using_ints")),
+    **dict.fromkeys(
+        f"aten.{name}.default"
+        for name in (
+            "reshape",
+            "contiguous",
+            "chunk",
+            "expand_as",
+            "mT",
+            "narrow",
+            "numpy_T",
+            "reshape_as",
+            "swapaxes",
+            "view_as",
+        )
+    ),
+    **dict.fromkeys(f"aten.{name}" for name in ("flatten.using_ints", "unflatten.int", "movedim.int")),
     "aten.lift_fresh_copy.default": torch.ops.aten.clone.default,
     "aten.dropout.default": _dropout,
 }
@@ -239,18 +254,19 @@ def _at_once(kind: _Unit) -> _Body | None:
 
 
 def _as_dispatched(kind: _Unit) -> _Body:
-    """What becomes of a kind of `_SHALLOW`, with one operand: what the dispatcher gets when it is called."""
+    """What becomes of a kind of `_SHALLOW`: what the dispatcher gets when it is called."""
     graph, (node,) = fx.Graph(), kind.nodes
-    given = graph.placeholder("x")
+    given = tuple(graph.placeholder(f"x{index}") for index in range(len(kind.operands)))
     target: Any = node.target
     mode = torch_internals.fake_mode()
     with mode, torch.no_grad():
-        x = torch_internals.fake_tensor(mode, _value(kind.operands[0]).detach())
-        made = {x: given}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: x)
+        tensors = [torch_internals.fake_tensor(mode, _value(operand).detach()) for operand in kind.operands]
+        made = dict(zip(tensors, given, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(kind.operands, tensors, strict=True)).__getitem__)
         with torch_recording.OpsBelow(graph, made):
             result = (_SHALLOW[str(target)] or target)(*args, **kwargs)
-    return _Body((given,), tuple(node for node in graph.nodes if node is not given), (made[result],))
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
+    return _Body(given, tuple(node for node in graph.nodes if node not in given), tuple(made[each] for each in results))
 
 
 def _as_it_is(kind: _Unit) -> _Body:

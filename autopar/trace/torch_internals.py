@@ -267,7 +267,9 @@ def stays(target: Any) -> bool:
 
 _VIEWS = frozenset({
     "aten.view.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.expand.default",
-    "aten.slice.Tensor", "aten.select.int", "aten.unbind.int", "aten.split.Tensor",
+    "aten.slice.Tensor", "aten.select.int", "aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default",
+    "aten.squeeze.default", "aten.squeeze.dim", "aten.t.default", "aten.view_as_complex.default",
+    "aten.view_as_real.default",
 })  # fmt: skip
 
 

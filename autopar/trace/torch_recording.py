@@ -362,7 +362,7 @@ class OpsBelow(TorchDispatchMode):
         """What `func` gives."""
         del types
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor | tuple):  # else a question about its device
+        if isinstance(result, Tensor | tuple | list):  # else a question about its device
             given, named = pytree.tree_map_only(Tensor, self._made.__getitem__, (tuple(args), dict(kwargs or {})))
             name = self._graph._target_to_str(func.overloadpacket.__name__)
             node = self._graph.create_node("call_function", func, given, named, name)

@@ -22,6 +22,8 @@ from autopar.trace import torch_recording
 
 __all__ = ["UndecidedMaskError", "answered_as_called"]
 
+_NEVER_ASK = frozenset(("autopar", "mpmath", "networkx", "numpy", "scipy", "sympy", "torch"))
+
 
 class UndecidedMaskError(TraceError):
     """Whether a model makes a mask when it is called depends on the values of its inputs."""
@@ -52,14 +54,25 @@ def answered_as_called(report: Callable[[], None]) -> Generator[None]:
     checks: Any = sys.modules.get("transformers.utils.import_utils")
     with ExitStack() as patches:
         answers = {function: asked(function) for function in (torch.compiler.is_compiling, torch.compiler.is_exporting)}
-        for module in list(sys.modules.values()):
-            members = getattr(module, "__dict__", {})  # None is no module, but may be there
+        for module, members in _asking_modules():
             for name, x in [(name, x) for name, x in members.items() if type(x) is FunctionType and x in answers]:
                 patches.enter_context(patch.object(module, name, answers[x]))
         if hasattr(checks, "is_tracing"):  # as `torch_compilable_check` calls it: values are not checked
             patches.enter_context(patch.object(checks, "is_tracing", _is_tracing))
         patches.enter_context(_unused_masks())
         yield
+
+
+def _asking_modules() -> Generator[tuple[Any, Mapping[str, Any]]]:
+    """The modules that may hold one of these functions, with their members.
+
+    To look through all of them is an eighth of what a small trace takes, and most are torch's own, which get the truth
+    anyway, or of packages that know nothing of torch.
+    """
+    for path, module in list(sys.modules.items()):
+        package = path.partition(".")[0]
+        if path == "torch.compiler" or not (package in _NEVER_ASK or package in sys.stdlib_module_names):
+            yield module, getattr(module, "__dict__", {})  # None is no module, but may be there
 
 
 def _is_tracing(_: Any = None) -> bool:
@@ -105,10 +118,8 @@ def _unused_masks() -> Generator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.dict(kinds, {"sdpa": attend_without}))
-        for module in list(sys.modules.values()):
-            if (
-                getattr(module, "__dict__", {}).get("create_causal_mask") is create
-            ):  # None is no module, but may be there
+        for module, members in _asking_modules():
+            if members.get("create_causal_mask") is create:
                 patches.enter_context(patch.object(module, "create_causal_mask", create_noting))
         yield
 

@@ -1,7 +1,6 @@
 """The format of a profile, and a file of it that several processes change."""
 
 import errno
-import multiprocessing
 import os
 import warnings
 
@@ -13,6 +12,7 @@ from autopar.cost.profile import LayerTime, Reading, Readings
 from autopar.cost.profile_file import keep, read, update
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
+from tests.ranks import forking_context
 
 
 def _profile(**more) -> Profile:
@@ -89,9 +89,8 @@ def _add_layers(path: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_what_processes_add_at_the_same_time_is_all_there(tmp_path) -> None:
-    context = multiprocessing.get_context("spawn")
     path = str(tmp_path / "profile.json")
-    processes = [context.Process(target=_add_layers, args=(path, name)) for name in "abc"]
+    processes = [forking_context().Process(target=_add_layers, args=(path, name)) for name in "abc"]
     for process in processes:
         process.start()
     for process in processes:

@@ -17,6 +17,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
+from autopar.search.known_layers import KnownLayers
 from autopar.search.plan_selection import preferred_s
 from tests.models import make_bert, make_flat, make_llama, make_mixtral, make_vit
 
@@ -56,8 +57,15 @@ def prices(devices: int, nodes: int = 1) -> ClusterPrices:
 
 
 @cache
+def known_layers(model: str, devices: int, nodes: int) -> KnownLayers:
+    """What the searches share; each finds what it finds alone (`tests.search.test_known_layers`)."""
+    return KnownLayers()
+
+
+@cache
 def plan(model: str, devices: int, nodes: int = 1, constraint: str = "") -> Plan:
-    request = SearchRequest(constraints=(constraint,) if constraint else (), schedules=schedule_actions)
+    known = known_layers(model, devices, nodes).for_other_constraints()
+    request = SearchRequest(constraints=(constraint,) if constraint else (), schedules=schedule_actions, known=known)
     return search(program(model), devices, prices(devices, nodes), request)
 
 

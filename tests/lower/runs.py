@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -48,6 +49,39 @@ def loss_of(output: Any) -> Tensor:
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
 
 
+def whole_gradients(made: ParallelModule) -> dict[str, Tensor]:
+    """The gradients that parameters have; all ranks call it."""
+    return {name: made._whole(name, p.grad) for name, p in made.named_parameters() if p.grad is not None}
+
+
+def losses_and_gradients(
+    made: ParallelModule, batches: Iterable[Mapping[str, Any]]
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """Those of each batch, without steps in between."""
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for batch in batches:
+        loss = loss_of(made(**batch))
+        loss.backward()
+        found.append((loss.item(), whole_gradients(made)))
+        made.zero_grad()
+    return found
+
+
+def assert_losses_and_gradients(
+    steps: Iterable[tuple[float, Mapping[str, Tensor]]],
+    alone: Iterable[Any],
+    *,
+    loss: float = 1e-12,
+    gradient: float = 1e-9,
+) -> None:
+    """Those of each batch are those of a run alone, within relative errors; gradients relative to the largest entry."""
+    for (found, gradients), expected in zip(steps, alone, strict=True):
+        assert found == pytest.approx(expected.losses[0], rel=loss)
+        largest = max(float(x.abs().max()) for x in expected.gradients.values())
+        for name, x in expected.gradients.items():
+            torch.testing.assert_close(gradients[name], x, rtol=0, atol=gradient * largest)
+
+
 def train_single(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -84,9 +118,7 @@ def train_parallel(
             loss.backward()
             losses.append(loss.item())
             if step == 0:
-                gradients = {
-                    n: parallel._whole(n, p.grad) for n, p in parallel.named_parameters() if p.grad is not None
-                }
+                gradients = whole_gradients(parallel)
             optimizer.step()
         return Run(tuple(losses), gradients, parallel.full_state_dict())
 

@@ -23,7 +23,7 @@ from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
 from autopar.step.data_split import data_split
 from autopar.trace import Traced, trace
-from tests.lower.runs import build, loss_of, train_single
+from tests.lower.runs import build, loss_of, train_single, whole_gradients
 from tests.models import make
 from tests.random_plans import random_plan
 from tests.zoo import forced_plan
@@ -78,7 +78,7 @@ def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_mic
         assert made.data_parallel_size == 2
         loss = loss_of(made(**{name: own_rows(made, x) for name, x in inputs.items()}))
         loss.backward()
-        return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+        return loss.item(), whole_gradients(made)
 
     for loss, gradients in on_ranks(name, act, num_microbatches):
         assert loss == pytest.approx(expected.losses[0], rel=1e-12)

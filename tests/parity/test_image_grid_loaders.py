@@ -23,7 +23,7 @@ from autopar.verify.rehearsal import keep_double_program, planner_for, run_singl
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
 from tests.data.test_balanced import ROW
-from tests.lower.runs import build, loss_of
+from tests.lower.runs import build, loss_of, losses_and_gradients
 from tests.models import skip_before_transformers_5
 from tests.parity.test_image_grids import HIGH, IMAGE, SMALL, START, TOKENS, WIDE, small
 from tests.ranks import run_ranks
@@ -112,14 +112,7 @@ def test_images_train_as_on_one_device(kind: str, asked: str) -> None:
             DataLoader(dataset, batch_size=4), made, length=size, shifts="labels",
             encoder=ENCODER,
         )  # fmt: skip
-        found: list[Any] = []
-        for batch in loader:
-            loss = loss_of(made(**batch))
-            loss.backward()
-            found.append((loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()
-                                        if p.grad is not None}))  # fmt: skip
-            made.zero_grad()
-        return found
+        return losses_and_gradients(made, loader)
 
     for steps in simulate(2, rank):
         for (loss, gradients), expected in zip(steps, alone, strict=True):

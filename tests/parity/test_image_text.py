@@ -26,7 +26,7 @@ from autopar.verify.rehearsal import keep_double_program, planner_for, run_singl
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
 from tests.data.test_balanced import ROW
-from tests.lower.runs import build, loss_of
+from tests.lower.runs import assert_losses_and_gradients, build, loss_of, losses_and_gradients, whole_gradients
 from tests.models import skip_before_transformers_5
 from tests.zoo import forced_plan
 
@@ -68,21 +68,10 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
 
     def rank(talk: Communicator) -> list[Any]:
         made: Any = build(model, traced, plan, talk, planner=planner)
-        found: list[Any] = []
-        for batch in (example, *others):
-            loss = loss_of(made(**batch))
-            loss.backward()
-            found.append((loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()
-                                        if p.grad is not None}))  # fmt: skip
-            made.zero_grad()
-        return found
+        return losses_and_gradients(made, (example, *others))
 
     for steps in simulate(2, rank):
-        for (loss, gradients), expected in zip(steps, alone, strict=True):
-            assert loss == pytest.approx(expected.losses[0], rel=1e-12)
-            largest = max(float(x.abs().max()) for x in expected.gradients.values())
-            for name, x in expected.gradients.items():
-                torch.testing.assert_close(gradients[name], x, rtol=0, atol=1e-9 * largest)
+        assert_losses_and_gradients(steps, alone)
 
 
 def test_more_images_than_fit_are_refused_before_they_are_computed() -> None:
@@ -154,7 +143,7 @@ def test_a_balanced_loader_distributes_images_apart_from_their_text(asked: str) 
         )
         loss = loss_of(made(**batch))
         loss.backward()
-        gradients = {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+        gradients = whole_gradients(made)
         return len(batch["pixel_values"].to_local()) * made.data_parallel_size, loss.item(), gradients
 
     largest = max(float(x.abs().max()) for x in single.gradients.values())

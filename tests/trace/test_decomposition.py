@@ -47,6 +47,30 @@ def test_kinds_tell_literals_and_strides_apart(monkeypatch):
     assert by_kind == trace(Shifted(), (x,), {}).program
 
 
+class Viewed(nn.Module):
+    """Views that torch keeps, and those that it makes of others."""
+
+    def forward(self, x, y):
+        """A number from [4, 6] and [4, 1, 6]."""
+        first, second = x.chunk(2, -1)
+        (whole,), (small, rest) = y.chunk(1), y.split_with_sizes([2, 4], -1)
+        x = x.t() + x.T.narrow(0, 0, 6) + x.mT + x.swapaxes(0, 1) + torch.movedim(x, 0, 1) + whole.squeeze(1).T
+        x = x[:, :1].expand_as(x) * x.unflatten(0, (2, -1)).reshape_as(x).view_as(x)
+        parts = torch.view_as_real(torch.view_as_complex(rest.unflatten(-1, (2, 2)))).squeeze().squeeze(0)
+        return x.sum() + (first * second).sum() + small.sum() + parts.exp().sum()
+
+
+def test_views_are_what_torch_makes_of_them(monkeypatch):
+    x, sizes = torch.randn(4, 6), []
+    whole = torch_internals.run_decompositions
+    monkeypatch.setattr(torch_internals, "run_decompositions", lambda each: sizes.append(1) or whole(each))
+    by_kind = trace(Viewed(), (x, x[:, None]), {}).program
+    assert not sizes
+    monkeypatch.setattr(decomposition, "_units", lambda exported: {})
+    assert by_kind == trace(Viewed(), (x, x[:, None]), {}).program
+    assert sizes
+
+
 class Filled(nn.Module):
     """Tensors that are made and written to, as they are and through views; or through one of several."""
 

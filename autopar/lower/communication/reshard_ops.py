@@ -13,9 +13,9 @@ from autopar.lower.autograd import call_function
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
 from autopar.lower.communication.sharded_rows import ShardedRows
-from autopar.placement import Step
+from autopar.placement import REPLICATE, Layout, Step, reshard
 
-__all__ = ["apply_backward", "apply_forward", "reshard_tensor", "time_slice"]
+__all__ = ["apply_backward", "apply_forward", "reshard_tensor", "time_slice", "whole_copy"]
 
 
 def reshard_tensor(
@@ -47,6 +47,13 @@ def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) 
 def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
     """Run the `backward` of `steps` in reverse order on a gradient, outside autograd."""
     return _run(gradient.detach(), backward_moves(steps), communicator)
+
+
+def whole_copy(part: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
+    """A fresh whole tensor on each rank's device, of which the ranks of `mesh` have parts; outside autograd."""
+    steps = reshard(layout, (REPLICATE,) * len(mesh), mesh)
+    whole = apply_forward(part.to(communicator.device), steps, communicator)
+    return whole.contiguous() if steps else whole.clone(memory_format=torch.contiguous_format)
 
 
 def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:

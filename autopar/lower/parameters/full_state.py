@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.communication.reshard_ops import whole_copy
 from autopar.lower.compat import local_tensor
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import REPLICATE, reshard
 
 __all__ = ["SAVE_INSTEAD", "SliceMetadata", "StateDict", "fit_to_store", "whole_tensor"]
 
@@ -78,9 +77,7 @@ def whole_tensor(
         return value.detach().clone()
     owner = stored.groups[0]
     if isinstance(value, DTensor) and stages.group in stored.groups:
-        steps = reshard(stored.layout, (REPLICATE,) * len(stored.layout), store.mesh)
-        whole = apply_forward(local_tensor(value).to(communicator.device), steps, communicator)
-        whole = whole if steps else whole.clone()
+        whole = whole_copy(local_tensor(value), stored.layout, store.mesh, communicator)
     else:
         whole = torch.empty(stored.shape, dtype=stored.dtype, device=communicator.device)
     return communicator.broadcast(whole, stages.axis, owner)

@@ -15,7 +15,7 @@ from autopar.lower.communication.failures import naming_failures
 from autopar.lower.compat import local_part_of, scale_in_place, tensor_norms
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import Axis, mesh_axes
+from autopar.placement import Axis, sharded_axes
 
 __all__ = ["GradientNorm", "clip_gradients"]
 
@@ -76,8 +76,7 @@ class GradientNorm:
         for name, norm in norms:
             stored = self.store.stored[name]
             if stored.groups[0] == self.stages.group:
-                axes = zip(mesh_axes(self.store.mesh), stored.layout, strict=True)
-                groups.setdefault(tuple(a for a, p in axes if p.is_shard and a.size > 1), []).append(norm)
+                groups.setdefault(sharded_axes(stored.layout, self.store.mesh), []).append(norm)
         totals = [_group_power(groups[axes], axes, self.communicator, norm_type) for axes in sorted(groups)]
         is_largest = math.isinf(norm_type)
         # float64 across stages, whatever the dtypes of each.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.communication.reshard_ops import whole_copy
 from autopar.lower.compat import (
     from_torch_placement,
     leaves_of,
@@ -28,7 +28,7 @@ from autopar.lower.compat import (
     map_leaves,
     tensor_norms,
 )
-from autopar.placement import REPLICATE, Axis, Layout, mesh_axes, reshard
+from autopar.placement import Axis, Layout, sharded_axes
 
 __all__ = ["StageTensors", "empty_part", "is_elsewhere", "layout_of"]
 
@@ -101,13 +101,12 @@ class StageTensors:
     def _shared(self, form: _Form, x: Tensor | None, owner: int) -> Tensor:
         """The whole of a tensor of this form that a device group has; `x` is this rank's, None where there is none."""
         talk = self.communicator
-        whole = torch.empty(form.shape, dtype=form.dtype, device=talk.device)
         if isinstance(x, DTensor):
-            layout = layout_of(x)
-            steps = reshard(layout, (REPLICATE,) * len(layout), self.mesh)
-            whole = apply_forward(local_part_of(x).to(talk.device), steps, talk).contiguous()
+            whole = whole_copy(local_part_of(x), layout_of(x), self.mesh, talk)
         elif x is not None:
             whole = x.to(talk.device)
+        else:
+            whole = torch.empty(form.shape, dtype=form.dtype, device=talk.device)
         whole = talk.broadcast(whole, self.axis, owner)
         return whole.cpu() if form.is_on_host else whole
 
@@ -130,8 +129,7 @@ class StageTensors:
         powers = torch.stack([self._power(x, order) for x in tensors])
         by_axes: dict[tuple[Axis, ...], list[int]] = {}
         for place, x in enumerate(tensors):
-            axes = zip(mesh_axes(self.mesh), layout_of(x), strict=True)
-            by_axes.setdefault(tuple(a for a, p in axes if p.is_shard and a.size > 1), []).append(place)
+            by_axes.setdefault(sharded_axes(layout_of(x), self.mesh), []).append(place)
         op = "max" if is_largest else "sum"
         for axes, places in sorted(by_axes.items()):
             own = powers[places]

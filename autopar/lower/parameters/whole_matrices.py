@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.communication.reshard_ops import whole_copy
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.dtensor_functions import begin_step, end_step
@@ -35,7 +35,7 @@ from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
-from autopar.placement import REPLICATE, Layout, reshard
+from autopar.placement import REPLICATE, Layout
 
 __all__ = ["OptimizerService", "watch_steps", "works_on_slices"]
 
@@ -69,8 +69,7 @@ class _Slices:
             return x.detach().clone()
         if self.is_joint:
             return read_whole(cast("DTensor", x.detach())).clone()
-        steps = reshard(self.layout, (REPLICATE,) * len(self.layout), self.mesh)
-        return apply_forward(local_part_of(x).to(self.communicator.device), steps, self.communicator)
+        return whole_copy(local_part_of(x), self.layout, self.mesh, self.communicator)
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, where parameters are stored."""

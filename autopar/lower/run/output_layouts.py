@@ -17,7 +17,7 @@ from autopar.lower.compat import can_part, stride_as_parts, to_parted_placements
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.lowering import Executable, ValueLayout
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
+from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, sharded_axes
 from autopar.step.data_split import output_rows
 
 __all__ = ["OutputLayouts"]
@@ -90,8 +90,7 @@ class OutputLayouts:
         Without a loss in the program all outputs are whole.
         """
         own = self._joined_layout(name)
-        is_cut = any(p.is_shard and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
-        if not is_cut or not self.stays_cut(name):
+        if not sharded_axes(own.layout, own.mesh) or not self.stays_cut(name):
             return reshard_tensor(value, own.move_to((REPLICATE,) * len(own.mesh), own.mesh), self._communicator)
         layout = tuple(p if p.is_shard else REPLICATE for p in own.layout)
         value = reshard_tensor(value, own.move_to(layout, own.mesh), self._communicator)
