@@ -117,12 +117,24 @@ class SearchContext:
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
         shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+        shapes = tuple(dict.fromkeys((*shapes, *self._meshes_of_rows)))
         if self.inner_sizes:
             return tuple(shape for shape in shapes if len(shape) == 1 or math.prod(shape[1:]) in self.inner_sizes)
         if len(shapes) <= _ENOUGH_MESHES:
             return shapes
         widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
         return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
+
+    @property
+    def _meshes_of_rows(self) -> tuple[tuple[int, ...], ...]:
+        """Where several nodes share a row of the batch: rows, nodes of a row, and devices of a node.
+
+        Rows then need no collective, heads are exchanged inside a node, and keys and values between nodes.  With two
+        axes LLaMA-3-8B on 4 rows of 1,048,576 tokens and 256 devices was 1.5 % slower by prediction.
+        """
+        per_node, rows = self.prices.devices_per_node, math.gcd(self.program.batch_size, self.num_devices)
+        wanted = rows, self.num_devices // rows // per_node, per_node
+        return (wanted,) if min(wanted) > 1 and wanted in mesh_shapes(self.num_devices, per_node, 3) else ()
 
     @cached_property
     def _meshes_of_experts(self) -> tuple[tuple[int, ...], ...]:

@@ -15,8 +15,10 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.constraints import demands_on, parse_constraints
 from autopar.search.labels import degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.search_context import SearchContext
 from autopar.step.boundary_values import boundary_values, transfer_parts_s
 from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model
@@ -35,6 +37,16 @@ def small_model(num_layers: int = 3, *, tied: bool = False) -> Program:
 def run(program: Program, *constraints: str, memory: float | None = None, world: int = 4, **more: int) -> Plan:
     request = SearchRequest(memory, TrainingSpec(), constraints, max_microbatches=more.get("max_microbatches", 2))
     return search(program, world, PRICES, request)
+
+
+def test_nodes_that_share_a_row_get_an_axis_of_their_own() -> None:
+    """Unasked, a search has two axes elsewhere: rows are fewer than nodes here."""
+    request, nothing = SearchRequest(), parse_constraints((), 8)
+    program = {rows: decoder_model(1, rows, 16, 64, **SIZES) for rows in (2, 8)}
+    few, many = (
+        SearchContext(each, 8, PRICES, request, nothing, demands_on(each, nothing)) for each in program.values()
+    )
+    assert {*few.meshes} - {*many.meshes} == {(2, 2, 2)}
 
 
 def price_again(program: Program, plan: Plan) -> float:

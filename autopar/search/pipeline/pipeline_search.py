@@ -15,6 +15,7 @@ from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, make_candidate_set
 from autopar.search.microbatches import TimeAssignment
 from autopar.search.pipeline.least_compute import least_compute
+from autopar.search.pipeline.moved_layers import move_layers
 from autopar.search.pipeline.pipeline_bounds import LeastSeconds, least_step_s
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
@@ -79,6 +80,7 @@ class PipelineSearch:
                     self._try(results, groups, 1)
         else:
             self._walk_to_best(counts, lambda groups, count: self._try_few_meshes(results, groups, count))
+            move_layers(results)  # which may decide between two pairs of numbers
             self._look_closer(results)
         refine(results, adds_variants=not self.demands.schedule)
         if results.best is not None:
