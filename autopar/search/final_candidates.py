@@ -23,8 +23,14 @@ _ROUNDING = 1e-9  # of the step, between its simulation and the sum of its costs
 # them, what it chooses mostly fits.
 _TIMES_SHRUNK = 2
 _WALKED = 12  # of paths that don't fit as they are counted nor otherwise: each walk takes as long as a simulation
-# The same of pipelines.  Only small ones (`is_small`) are walked: each takes about 0.02 s, others up to a second.
+# The same of pipelines.  Only small ones (`is_small`) are walked: each takes about 0.02 s (0.3 s for 60 layers), others
+# up to a second.
 _PIPELINES_WALKED = 24
+# Of programs with many layers, whose walks take long, so many walks tell how far counts are above what is found (in 60
+# layers of experts not at all).  What is counted as more than that and a tenth above the limit is not walked then.
+_MANY_LAYERS = 40
+_TELLING_WALKS = 4
+_MARGIN = 1.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +141,7 @@ class MemoryFilter:
     limit_bytes: float
     batch_bytes: float
     _num_walked: Counter[bool] = field(default_factory=Counter[bool])
+    _overcounted: list[float] = field(default_factory=list[float])  # of pipelines that were walked: count over finding
 
     @cached_property
     def without_stages(self) -> tuple[PlanCandidate, ...]:
@@ -149,11 +156,20 @@ class MemoryFilter:
             return True
         has_stages = candidate.shape is not None
         most = _PIPELINES_WALKED if has_stages else _WALKED
-        if self._num_walked[has_stages] >= most or candidate.counted_bytes > OVERCOUNTED * self.limit_bytes:
+        largest_bytes = self._usual_overcount(has_stages) * self.limit_bytes
+        if self._num_walked[has_stages] >= most or candidate.counted_bytes > largest_bytes:
             return False
         is_fitting = candidate.walked_bytes <= self.limit_bytes + self.batch_bytes
+        if has_stages and len(candidate.context.program.layers) > _MANY_LAYERS:
+            self._overcounted.append(candidate.counted_bytes / max(1.0, candidate.walked_bytes - self.batch_bytes))
         self._num_walked[has_stages] += not is_fitting
         return is_fitting or has_stages
+
+    def _usual_overcount(self, has_stages: bool) -> float:
+        """By how much a count may be above the limit, as a factor, so that a walk is worth its time."""
+        if not has_stages or len(self._overcounted) < _TELLING_WALKS:
+            return OVERCOUNTED
+        return min(OVERCOUNTED, _MARGIN * max(self._overcounted))
 
 
 def with_stages(pipelines: PipelineResults | None) -> Iterator[PlanCandidate]:
