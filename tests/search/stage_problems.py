@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape
+from autopar.search import SearchRequest
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
@@ -84,7 +85,8 @@ def every_pipeline(tables: CostTables, shape: Shape) -> Iterator[tuple[float, fl
 def search_shapes(tables: CostTables, *shapes: Shape, cuts: tuple[int, ...] = ()) -> PipelineResults:
     """The pipelines that the search finds for these numbers."""
     results = PipelineResults(schedule_actions, tables.limit_bytes)
-    candidates = cast(CandidateSet, SimpleNamespace(tables=tables, least_tables=tables))
+    context = SimpleNamespace(request=SearchRequest())
+    candidates = cast(CandidateSet, SimpleNamespace(tables=tables, least_tables=tables, context=context))
     search_pipelines(candidates, dict.fromkeys(shapes, 0.0), cuts, results)
     refine(results, adds_variants=False)
     return results

@@ -40,6 +40,7 @@ def move_layers(results: PipelineResults) -> None:
         for _ in range(_ROUNDS):
             if around is None or around.step_s > _NEAR * results.best_s:
                 break
+            around.candidates.context.request.check_time()
             around = _look_around(results, around)
 
 
