@@ -35,10 +35,8 @@ def test_results_come_in_rank_order():
 
 @pytest.mark.slow
 def test_one_failing_rank_ends_the_others_and_is_quoted():
-    started_s = time.monotonic()
-    with pytest.raises(RanksError, match="rank one is unwell"):
-        run_ranks(fail_on_one_rank, 2, timeout_s=60)
-    assert time.monotonic() - started_s < 50
+    with pytest.raises(RanksError, match=r"2 ranks: failed\n(.|\n)*rank one is unwell"):  # not: ran longer than
+        run_ranks(fail_on_one_rank, 2)
 
 
 @pytest.mark.slow
@@ -66,8 +64,11 @@ def test_a_script_that_hangs_is_ended_with_its_ranks(tmp_path: Path):
     script, alive = tmp_path / "script.py", tmp_path / "alive"
     touch = f"while True: Path({str(alive)!r}).touch(); time.sleep(0.2)"
     script.write_text(f"import time\nfrom pathlib import Path\n{touch}\n")
-    with pytest.raises(RanksError, match="ran longer than 10 s"):
-        run_script(script, 1, timeout_s=10)
+    for timeout_s in (10, 120):  # a busy machine may not have started it after 10 s
+        with pytest.raises(RanksError, match=f"ran longer than {timeout_s} s"):
+            run_script(script, 1, timeout_s=timeout_s)
+        if alive.exists():
+            break
     last = alive.stat().st_mtime
     time.sleep(1)
     assert alive.stat().st_mtime == last

@@ -229,6 +229,13 @@ def test_ranks_may_be_seeded_differently() -> None:
     assert all(calls.is_in_step for calls in begun().calls)
 
 
+def look_for_a_while(calls: CallConsensus) -> None:
+    """On a busy machine the other rank may not have come to the store yet."""
+    until_s = time.monotonic() + 10
+    while time.monotonic() < until_s:
+        calls.look()
+
+
 def test_a_backward_that_one_rank_skips() -> None:
     ranks = begun()
     losses = [torch.zeros((), requires_grad=True) * 2 for _ in range(2)]
@@ -243,7 +250,7 @@ def test_a_backward_that_one_rank_skips() -> None:
     with pytest.raises(
         RankError, match="rank 0 is in the backward of training step 1, but rank 1 came to training step 2"
     ):
-        ranks.calls[0].look()
+        look_for_a_while(ranks.calls[0])
     ahead.join(10)
     assert not ahead.is_alive()
 
@@ -301,7 +308,7 @@ def test_a_rank_that_ends_while_another_waits_for_it() -> None:
 
     found = ranks.at_once(leave)
     assert found[1] == "left"
-    assert re_match(r"rank 0 waited 0 s in evaluation 1, but ranks \[1\] ended", found[0])
+    assert re_match(r"rank 0 waited \d s in evaluation 1, but ranks \[1\] ended", found[0])
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
