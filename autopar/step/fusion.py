@@ -76,7 +76,11 @@ def rerunning_graph(
 
 @lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
 def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fused:
-    whole = tensor_graph(placed, fuses_attention=fuses_attention)
+    return _fused_graph(tensor_graph(placed, fuses_attention=fuses_attention), is_training)
+
+
+@lru_cache(maxsize=256)
+def _fused_graph(whole: TensorGraph, is_training: bool) -> _Fused:
     saving = _Saving(whole) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
     forward = join_tasks(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)

@@ -11,9 +11,9 @@ Parameters, buffers and constants are left out, but not what is sliced or gather
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autopar.program import Op
 from autopar.step.activation_policies import ActivationPolicy, activation_policy, rerun_ops
@@ -83,18 +83,41 @@ def input_key(name: str) -> str:
 
 def running_memory(placed: PlacedLayer, policies: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
     """What one microbatch takes, for each of these ways to keep activations (names of `ActivationPolicy`)."""
+    policies = tuple(policies)
     fuses, trains = training.fuses_attention, training.is_training
-    if not training.compiled:
-        liveness = _Liveness(tensor_graph(placed, fuses_attention=fuses))
-        return {name: liveness.memory(activation_policy(name), is_training=trains) for name in policies}
+    if training.compiled:
+        graph = fused_layer(placed, fuses_attention=fuses, is_training=trains).graph
+    else:
+        graph = tensor_graph(placed, fuses_attention=fuses)
+    known = _known_memory(graph, trains)
+    missing = [name for name in policies if name not in known]
+    if missing and training.compiled:
+        known.update(_compiled_memory(placed, graph, missing, training))
+    elif missing:
+        liveness = _Liveness(graph)
+        known.update((name, liveness.memory(activation_policy(name), is_training=trains)) for name in missing)
+    return {name: known[name] for name in policies}
+
+
+@lru_cache(maxsize=256)  # as many as there are graphs that layers share
+def _known_memory(graph: TensorGraph, is_training: bool) -> dict[str, RunningMemory]:
+    """What was worked out of a graph, by policy; it grows."""
+    return {}
+
+
+def _compiled_memory(
+    placed: PlacedLayer, graph: TensorGraph, policies: Sequence[str], training: TrainingSpec
+) -> dict[str, RunningMemory]:
+    """`running_memory` of a compiled layer, whose tensors are those of `graph` if nothing is named to run again."""
+    fuses, trains = training.fuses_attention, training.is_training
+    compiled = _Liveness(graph, is_compiled=True)
     memory: dict[str, RunningMemory] = {}
-    compiled = _Liveness(fused_layer(placed, fuses_attention=fuses, is_training=trains).graph, is_compiled=True)
     by_reruns: dict[frozenset[str], tuple[_Liveness, frozenset[str]]] = {frozenset(): (compiled, frozenset())}
     for name in policies:
         named = frozenset(rerun_ops(name) if trains else ())
         if named not in by_reruns:
-            graph, reruns = rerunning_graph(placed, named, fuses_attention=fuses)
-            by_reruns[named] = _Liveness(graph, is_compiled=True, like=compiled), reruns
+            rerunning, reruns = rerunning_graph(placed, named, fuses_attention=fuses)
+            by_reruns[named] = _Liveness(rerunning, is_compiled=True, like=compiled), reruns
         liveness, reruns = by_reruns[named]
         memory[name] = liveness.memory(_compiled(activation_policy(name), reruns), is_training=trains)
     return memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
@@ -92,9 +93,9 @@ class TensorNode(NamedTuple):
     has_kernel: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorGraph:
-    """A layer's tensors.
+    """A layer's tensors.  Layers on which devices have the same tensors share one, so it counts by identity.
 
     Args:
         sizes: bytes of each that is counted.
@@ -110,8 +111,37 @@ class TensorGraph:
 
 
 def tensor_graph(placed: PlacedLayer, *, fuses_attention: bool) -> TensorGraph:
-    """The tensors of a layer; `fuses_attention` as in `TrainingSpec`."""
-    return _TensorGraphBuilder(placed, fuses_attention=fuses_attention).build()
+    """The tensors of a layer; `fuses_attention` as in `TrainingSpec`.
+
+    Strategies on other meshes, or with more data ranks and fewer microbatches, may leave a device the same tensors.
+    """
+    return _first_alike(_GraphContent(_TensorGraphBuilder(placed, fuses_attention=fuses_attention).build()))
+
+
+_OP = TensorNode._fields.index("op")
+
+
+class _GraphContent:
+    """A graph that is equal to others of the same tensors; ops count by identity."""
+
+    def __init__(self, graph: TensorGraph) -> None:
+        self.graph = graph
+        nodes = tuple(
+            (*node[:1], tuple(node.makes.items()), *node[2:_OP], id(node.op), *node[_OP + 1 :]) for node in graph.nodes
+        )
+        self._key = nodes, tuple(graph.sizes.items()), tuple(graph.inputs.items()), graph.outputs
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _GraphContent) and self._key == other._key
+
+
+@lru_cache(maxsize=256)  # those of one layer's strategies, and of the next numbers of microbatches; 0.1 MB each
+def _first_alike(content: _GraphContent) -> TensorGraph:
+    return content.graph
 
 
 def origins(

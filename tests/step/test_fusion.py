@@ -20,11 +20,14 @@ from autopar.lower.program.single_layer import SingleLayer
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
+from autopar.step import fusion, liveness
+from autopar.step import tensor_graph as tensor_graphs
 from autopar.step.fusion import FusedLayer, fused_layer
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import place
 from autopar.step.op_seconds import op_seconds
 from autopar.step.rerun_front import rerun_front
+from autopar.step.tensor_graph import tensor_graph
 from autopar.step.training import TrainingSpec
 from tests.models import Gated
 from tests.zoo import subject
@@ -60,6 +63,25 @@ def test_a_norm_a_gate_and_a_residual_are_a_kernel_each() -> None:
     assert (norm.read_bytes, norm.write_bytes) == (x + 64 * 4, x + 32 * 4)  # what is normed; products read it, too
     assert (gate.read_bytes, gate.write_bytes) == (2 * wide, wide)
     assert (last.read_bytes, last.write_bytes) == (2 * x, 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_with_the_same_tensors_on_other_meshes_share_what_follows_from_them(compiled: bool) -> None:
+    program = trace_model(Gated(), {"x": torch.ones(32, 64, requires_grad=True)}).program
+    training, policies = replace(ON_CPU, compiled=compiled), ("none", "full")
+    prices = ClusterPrices(Cluster.of("cpu", devices_per_node=4))
+    meshes = [("mesh=4", "data=4"), ("mesh=2x2", "data=4"), ("mesh=4", "data=1")]
+    plans = [search(program, 4, prices, SearchRequest(constraints=("recompute=none", *own))) for own in meshes]
+    placed = [place(program, program.layers[0], plan.strategies[0]) for plan in plans]
+    flat, nested, whole = (tensor_graph(each, fuses_attention=False) for each in placed)
+    assert flat is nested
+    assert flat is not whole
+    found = [running_memory(each, policies, training) for each in placed]
+    assert found[0] == found[1] != found[2]
+    for cached in (each for module in (fusion, liveness, tensor_graphs) for each in vars(module).values()):
+        getattr(cached, "cache_clear", lambda: None)()
+    assert running_memory(placed[2], policies, training) == found[2]
+    assert running_memory(placed[1], policies, training) == found[1]
 
 
 def test_compiled_layers_take_less_time_and_memory_and_never_more() -> None:
