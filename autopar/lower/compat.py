@@ -42,6 +42,7 @@ __all__ = [
     "functional_reduce_scatter",
     "functional_wait",
     "functions_by",
+    "in_transform",
     "is_random",
     "item_by",
     "leaves_of",
@@ -70,6 +71,12 @@ __all__ = [
 ]
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
+
+
+def in_transform() -> bool:
+    """Whether a function runs in ``torch.func``'s ``grad``, ``vmap`` and the like."""
+    internals: Any = importlib.import_module("torch._C._functorch")
+    return internals.maybe_current_level() is not None
 
 
 def make_mesh(sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *, rank: int | None = None) -> DeviceMesh:

@@ -228,6 +228,9 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
         for module in made.modules():  # deepcopy leaves functions as they are
             functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
             vars(module).update(redirect(functions, memo))
+            for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
+                hooks: dict[int, Any] = vars(module)[name]
+                hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
         return made
     except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
         return torch_internals.clone_tree(model, swap)

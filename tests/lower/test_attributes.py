@@ -366,3 +366,14 @@ def test_what_is_in_containers_may_change_too_and_objects_in_them_are_refused_by
 
     for found in simulate(2, lambda c: on_rank(build(copy.deepcopy(model), traced, plan, c, planner=OneAtATime()))):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    def on_rank(model: Any) -> None:
+        def loss(x: Tensor) -> Tensor:
+            return torch.cat(model(x)).sum()
+
+        with pytest.raises(ModelError, match=r"in torch.func's grad, vmap"):
+            torch.func.grad(loss)(X)
+
+    on_ranks(on_rank)

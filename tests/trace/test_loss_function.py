@@ -105,6 +105,25 @@ def test_hooks_and_a_forward_of_the_instance_belong_to_the_model() -> None:
     assert "aten.mul.Tensor" in ops
 
 
+class Distilled(nn.Module):
+    """Whose loss reads what a hook kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.features = Classifier(), dict[str, Tensor]()
+        self.student.body.register_forward_hook(lambda _module, _args, y: self.features.update(body=y))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x).sum() + self.features["body"].pow(2).sum()
+
+
+def test_what_hooks_keep_for_the_forward_is_the_traced_models_own() -> None:
+    model = Distilled()
+    program = trace_model(model, (X,)).program
+    assert "aten.pow.Tensor_Scalar" in [op.target for layer in program.layers for op in layer.ops]
+    assert not model.features
+
+
 def test_outputs_of_any_class_reach_the_loss_function() -> None:
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, num_labels=4, pad_token_id=0)
     model = GPT2ForSequenceClassification(config)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.errors import ModelError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.sharded_rows import ShardedRows
-from autopar.lower.compat import leaves_of, map_leaves, named_tensors
+from autopar.lower.compat import in_transform, leaves_of, map_leaves, named_tensors
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
@@ -184,8 +185,14 @@ class ParallelModule(SubmoduleCalls):
             InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
+            ModelError: it is called in a transform of ``torch.func``.
         """
         end_step()  # of an optimizer that raised in it
+        if in_transform():
+            raise ModelError(
+                "a parallelized model was called in torch.func's grad, vmap or another transform, which can't see "
+                "into a program on several devices: transform the original model with the values of full_state_dict()"
+            )
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
