@@ -38,6 +38,7 @@ SHARING_TRACES = (
     "balance",
     "benchmarks",
     "data",
+    "docs",
     "explain",
     "laws",
     "lower",

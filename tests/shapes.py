@@ -43,6 +43,13 @@ def random_batches(batch: Batch, seed: int, count: int, *, has_lengths: bool) ->
     return made
 
 
+def assert_exact(report: VerificationReport) -> None:
+    """Training in float64 is that of one device but for the order of sums."""
+    assert report.loss_error <= 1e-12, str(report)
+    assert report.worst_gradient[1] <= 1e-9, str(report)
+    assert report.parameter_error <= 1e-7, str(report)
+
+
 def train_in_turns(
     who: Subject, plan: Plan, others: Sequence[Batch], *, in_double: bool = True, evaluated: Sequence[Batch] = ()
 ) -> VerificationReport:

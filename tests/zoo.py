@@ -77,7 +77,7 @@ def plan_for(
     if not stages:
         return forced_plan(program, world_size, *constraints, known=known)
     request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions, known=known)
-    return search(program, world_size, quick_prices(world_size), request)
+    return quick_search(program, world_size, request)
 
 
 @cache
@@ -101,18 +101,15 @@ def forced_plan(program: Program, world_size: int, *constraints: str, known: Kno
     If these say nothing of microbatches there is one, which a search takes by itself where everything fits in memory:
     it finds the same plan in half the time, as with `quick`.  Without constraints the search is free.
     """
-    says_microbatches = not constraints or any("microbatches" in text for text in constraints)
-    most = SearchRequest().max_microbatches if says_microbatches else 1
-    if known is None:
-        return _found(program, world_size, quick(constraints), most)
-    request = SearchRequest(constraints=quick(constraints), max_microbatches=most, known=known)
-    return search(program, world_size, quick_prices(world_size), request)
+    request = SearchRequest(constraints=quick(constraints), known=known or KnownLayers())
+    if constraints and not any("microbatches" in text for text in constraints):
+        request = replace(request, max_microbatches=1)
+    return quick_search(program, world_size, request)
 
 
 @lru_cache(maxsize=256)
-def _found(program: Program, world_size: int, constraints: tuple[str, ...], max_microbatches: int) -> Plan:
-    """Equal programs have equal plans, and many tests make the same."""
-    request = SearchRequest(constraints=constraints, max_microbatches=max_microbatches)
+def quick_search(program: Program, world_size: int, request: SearchRequest) -> Plan:
+    """The plan by `quick_prices`; many tests search for the same one, and equal programs have equal plans."""
     return search(program, world_size, quick_prices(world_size), request)
 
 

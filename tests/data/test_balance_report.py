@@ -17,13 +17,13 @@ from autopar.lower.observe.balance import Dealt, compare_balance, computing_s
 from autopar.lower.observe.step_report import StepReport
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 from autopar.planning.caller_inputs import call_inputs
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.timeline import Event, StepTimeline
 from autopar.verify.rehearsal import planner_for
 from tests.data.test_balanced import TOKENS, Documents, rows_of_tokens, size, small_llama
 from tests.lower.groups.cases import family
 from tests.lower.runs import build, loss_of
-from tests.zoo import quick_prices
+from tests.zoo import quick_search
 
 
 def event(stream: str, category: str, start_s: float, stop_s: float, layer: int = 0) -> Event:
@@ -63,7 +63,7 @@ def test_steps_that_some_rank_did_not_measure_are_left_out() -> None:
 def test_a_report_follows_the_plan_that_ran_and_says_how_even_it_was() -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)
     traced = autopar.api.trace_model(model, example)
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    plan = quick_search(traced.program, 2, SearchRequest(constraints=("data=2",)))
     planner = planner_for(model, traced, plan, [rows_of_tokens(4, TOKENS)], training=True)
 
     def rank(talk: Communicator) -> StepReport:

@@ -26,7 +26,7 @@ from autopar.verify.rehearsal import keep_double_program, planner_for, run_singl
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
 from tests.lower.runs import build, loss_of
-from tests.zoo import quick_prices
+from tests.zoo import quick_prices, quick_search
 
 TOKENS = 16
 ROW = RowCost(ranks=2, rows=2, tokens=TOKENS, token_s=1.0, pair_s=0.1)
@@ -306,7 +306,7 @@ def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable
 def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
     model, example = small_llama(), rows_of_tokens(world, TOKENS, packs)
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
+    plan = quick_search(traced.program, world, SearchRequest(constraints=(f"data={world}",)))
     row = plan.prediction.row
     assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
     # An example's step is predicted to take what its rows and the rest do.
@@ -341,7 +341,7 @@ class Embedded(TorchDispatchMode):
 def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    plan = quick_search(traced.program, 2, SearchRequest(constraints=("data=2",)))
     row = plan.prediction.row
     if not has_room:  # for two rows of a rank at once
         plan = replace(plan, memory_limit_bytes=row.held_bytes + 1.5 * row.row_bytes)

@@ -22,11 +22,11 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.data.test_balanced import small_llama
 from tests.lower.runs import build, loss_of
-from tests.zoo import quick_prices
+from tests.zoo import quick_search
 
 TOKENS, PIXELS, WIDTH = 16, 6, 8
 Sample = dict[str, Tensor]
@@ -170,7 +170,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int
     ones = torch.ones(world, TOKENS, dtype=torch.int64)
     example |= {"position_ids": torch.arange(TOKENS).expand(world, -1).clone()} if packs else {"attention_mask": ones}
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
+    plan = quick_search(traced.program, world, SearchRequest(constraints=(f"data={world}",)))
     assert plan.prediction.row.tokens == TOKENS
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
     more += [{name: x[:1] for name, x in example.items()}] * (case == "amounts")  # which would count empty rows

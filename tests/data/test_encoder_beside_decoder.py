@@ -20,11 +20,11 @@ from autopar.data import EncoderRows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import call_inputs
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.verify.rehearsal import keep_double_program, run_single
 from tests.lower.runs import build, loss_of
 from tests.ranks import run_ranks
-from tests.zoo import quick_prices
+from tests.zoo import quick_search
 
 WIDTH, PIXELS, WORDS = 16, 6, 32
 PATCHES, TOKENS = 12, 16  # of a row of the encoder, and of the decoder
@@ -159,7 +159,7 @@ def traced_captioner() -> tuple[Captioner, Any]:
 def on_ranks(asked: str, world: int, act: Callable[[Any], Any]) -> list[Any]:
     """`act` of the parallel model on each of so many ranks."""
     model, traced = traced_captioner()
-    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
+    plan = quick_search(traced.program, world, SearchRequest(constraints=tuple(asked.split())))
 
     def rank(talk: Communicator) -> Any:
         made: Any = build(model, traced, plan, talk)

@@ -12,7 +12,7 @@ import torch
 from autopar.api import trace_model
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end import pipelines
 from tests.end_to_end.harness import assert_same_step, launch, parallelize
@@ -20,7 +20,7 @@ from tests.models import make_mixtral
 from tests.parity.test_dispatch import Shared, axes_of_dispatch, on_nodes, pauses_of
 from tests.parity.test_experts import routing
 from tests.ranks import run_ranks
-from tests.zoo import quick_prices
+from tests.zoo import quick_search
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def check_context_and_stages() -> None:
     single = copy.deepcopy(model)
     program = trace_model(single, inputs).program
     constraints = ("expert=2", "context=2", "pipeline=2", "microbatches=2")
-    plan = search(program, 8, quick_prices(8), SearchRequest(constraints=constraints, schedules=schedule_actions))
+    plan = quick_search(program, 8, SearchRequest(constraints=constraints, schedules=schedule_actions))
     assert axes_of_dispatch(program, plan) == {(2,)}
     assert any("context" in strategy.labels for strategy in plan.strategies)
     parallel = parallelize(model, inputs, plan=plan)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.collectives import assert_run_equals_priced, of_groups, volume_priced, volume_run
 from tests.models import make_plain_gpt
 from tests.random_plans import random_plan
-from tests.zoo import Subject, plan_for, quick_prices, subject, trained_alone
+from tests.zoo import Subject, plan_for, quick_prices, quick_search, subject, trained_alone
 
 
 def collectives_run(who: Subject, plan: Plan) -> list[list[Collective]]:
@@ -94,7 +94,7 @@ def test_a_constant_with_a_row_per_sample_is_cut_in_time_before_it_is_cut_on_dev
     torch.manual_seed(0)
     who = trained_alone(ScaledRows(), {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}, in_double=False)
     request = SearchRequest(constraints=("data=2", "microbatches=2"))
-    check(who, search(who.traced.program, 2, quick_prices(2), request))
+    check(who, quick_search(who.traced.program, 2, request))
 
 
 def test_the_law_notices_a_price_left_out() -> None:

@@ -27,7 +27,7 @@ from autopar.search import SearchRequest, search
 from autopar.step.local_program import local_program
 from autopar.trace import factors, trace
 from tests.models import make, make_plain_gpt
-from tests.zoo import forced_plan, quick_prices
+from tests.zoo import forced_plan, quick_prices, quick_search
 
 
 def plan_of(name: str, *constraints: str, world: int = 2) -> tuple[torch.nn.Module, dict[str, Tensor], autopar.Plan]:
@@ -152,7 +152,7 @@ def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPa
 def test_a_model_that_draws_is_refused() -> None:
     model, inputs = make_plain_gpt(dropout=0.1)
     program = trace(model, (), inputs).program
-    plan = search(program, 2, quick_prices(2), SearchRequest())
+    plan = quick_search(program, 2, SearchRequest())
     with pytest.raises(VerificationError, match="the model draws random numbers"):
         autopar.verify(model, plan, inputs)
 

@@ -22,13 +22,13 @@ from autopar.search import SearchRequest, search
 from tests.lower.runs import build
 from tests.lower.test_outputs import traced_model
 from tests.lower.test_whole_matrices import MAKE, Lion, Shampoo, Soap, traced
-from tests.zoo import quick, quick_prices
+from tests.zoo import quick, quick_prices, quick_search
 
 
 def planned(optimizer: Any, *constraints: str, **training: Any) -> Plan:
     model, _, result = traced()
     spec = replace(training_spec(model, optimizer), **training)
-    return search(result.program, 2, quick_prices(2), SearchRequest(training=spec, constraints=constraints))
+    return quick_search(result.program, 2, SearchRequest(training=spec, constraints=constraints))
 
 
 def seconds_run(plan: Plan, step: Callable[[Any, Tensor], Callable[[], None]]) -> float:
@@ -84,7 +84,7 @@ def test_which_parameters_an_optimizer_needs_whole() -> None:
 def test_what_reading_outputs_takes_is_told(constraints: tuple[str, ...]) -> None:
     model, inputs, result = traced_model("plain_gpt")
     request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
-    plan = search(result.program, 2, quick_prices(2), request)
+    plan = quick_search(result.program, 2, request)
 
     def rank(communicator: Communicator) -> list[Collective]:
         logits, _ = build(model, result, plan, communicator)(**inputs)

@@ -15,12 +15,12 @@ from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.collectives import assert_run_equals_priced, of_groups, volume_priced, volume_run
 from tests.models import make_plain_gpt
-from tests.zoo import STEPS, plan_for, quick, quick_prices, rehearse, subject
+from tests.zoo import STEPS, plan_for, quick, quick_search, rehearse, subject
 
 SETTINGS = [
     ("data=2", "zero=0"),
@@ -53,7 +53,7 @@ def mixed(*constraints: str) -> tuple[Plan, list[list[Collective]], dict[str, to
     model, inputs = make_plain_gpt()
     traced = trace_model(copy.deepcopy(model), inputs, dtype=torch.bfloat16)
     spec = training_spec(model, "adamw")
-    plan = search(traced.program, 2, quick_prices(2), SearchRequest(training=spec, constraints=quick(constraints)))
+    plan = quick_search(traced.program, 2, SearchRequest(training=spec, constraints=quick(constraints)))
 
     def step(made: ParallelModule) -> tuple[list[Collective], dict[str, torch.Tensor]]:
         gradients: dict[str, torch.Tensor] = {}

@@ -10,17 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from autopar.api import build, trace_model
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from tests.models import make
 from tests.ranks import run_ranks
-from tests.zoo import quick_prices
+from tests.zoo import quick_search
 
 
 def outputs(constraints: tuple[str, ...]) -> tuple[Tensor, Tensor, bool]:
     """Whole logits, the loss, and whether the logits came in slices."""
     model, inputs = make("plain_gpt")
     traced = trace_model(model, inputs)
-    plan = search(traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
+    plan = quick_search(traced.program, 4, SearchRequest(constraints=constraints))
     mesh = init_device_mesh("cpu", (4,))
     parallel = build(model, traced, plan, ProcessGroupCommunicator(), mesh)
     parallel.whole_outputs = False

@@ -14,14 +14,8 @@ from autopar.lower import ParallelModule
 from autopar.planning.caller_inputs import call_inputs
 from autopar.trace import Traced, trace
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_ranks
-from tests.shapes import of_rows, train_in_turns
+from tests.shapes import assert_exact, of_rows, train_in_turns
 from tests.zoo import Subject, forced_plan, plan_for, subject
-
-
-def assert_exact(report: Any) -> None:
-    assert report.loss_error <= 1e-12, str(report)
-    assert report.worst_gradient[1] <= 1e-9, str(report)
-    assert report.parameter_error <= 1e-7, str(report)
 
 
 def padded(who: Subject, plan: Any, rows: int, *, training: bool = True) -> bool:

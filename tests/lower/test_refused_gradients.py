@@ -10,9 +10,9 @@ from torch.nn import functional
 from autopar.api import trace_model
 from autopar.errors import OutputError, PlanMismatchError
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.verify.rehearsal import run_ranks
-from tests.zoo import quick, quick_prices
+from tests.zoo import quick, quick_search
 
 
 class WithLoss(nn.Module):
@@ -31,7 +31,7 @@ INPUTS = {"x": torch.randn(8, 8), "y": torch.randint(0, 8, (8,))}
 def train_on_ranks(model, step, *constraints):
     traced = trace_model(copy.deepcopy(model), INPUTS)
     request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
-    run_ranks(model, traced, search(traced.program, 2, quick_prices(2), request), step)
+    run_ranks(model, traced, quick_search(traced.program, 2, request), step)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from autopar.errors import ConstraintError, PlanMismatchError, VerificationError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.splitting import splittable
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.search.late_ops import late_program
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.step.variants import as_decided
@@ -24,7 +24,7 @@ from autopar.verify.rehearsal import join_runs, loss_of, run_ranks, run_single, 
 from tests.models import make_mixtral
 from tests.parity.test_experts import NUM_EXPERTS, Scored, make
 from tests.parity.test_routers import Biased
-from tests.zoo import Subject, assert_parity, quick, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, quick, quick_search, trained_alone
 
 ALLOWED = "batch_statistic: per_microbatch"
 
@@ -114,7 +114,7 @@ def planned(who: Subject, world: int, *constraints: str) -> tuple[Subject, Plan]
     """The plan that is found of what runs in microbatches, and that."""
     request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
     program = splittable(who.traced.program, request, world)
-    plan = search(program, world, quick_prices(world), request)
+    plan = quick_search(program, world, request)
     assert as_decided(who.traced.program, plan.decisions) == program
     return replace(who, traced=replace(who.traced, program=program)), plan
 

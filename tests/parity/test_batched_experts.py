@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from autopar.api import trace_model
 from autopar.ops.experts import EXPERTS
 from autopar.program import Op
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from tests.parity.test_experts import NUM_EXPERTS, make
-from tests.zoo import Subject, assert_parity, forced_plan, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, quick_search, trained_alone
 
 
 @cache
@@ -94,7 +94,7 @@ def test_rows_may_stand_on_either_side():
     torch.manual_seed(0)
     inputs = {"x": torch.randn(16, 8).double(), "ids": torch.arange(16) % 3}
     who = trained_alone(Rows().double(), inputs)
-    assert_parity(who, search(who.traced.program, 2, quick_prices(2), SearchRequest()), priced=False)
+    assert_parity(who, quick_search(who.traced.program, 2, SearchRequest()), priced=False)
 
 
 @pytest.mark.parametrize("model", [Read, Moved, Twice])
@@ -104,4 +104,4 @@ def test_what_is_no_region_of_both_products_is_none(model: type[Rows]):
     who = trained_alone(model().double(), inputs)
     ops = [op for layer in who.traced.program.layers for op in layer.ops]
     assert len([op for op in ops if op.target == EXPERTS]) == (2 if model is Moved else 0)
-    assert_parity(who, search(who.traced.program, 2, quick_prices(2), SearchRequest()), priced=False)
+    assert_parity(who, quick_search(who.traced.program, 2, SearchRequest()), priced=False)

@@ -22,12 +22,12 @@ from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Op
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.verify import compare, verify
 from autopar.verify.rehearsal import join_runs, run_ranks, run_single, train
 from tests.models import tokens
 from tests.random_plans import random_plan
-from tests.zoo import STEPS, Subject, assert_parity, forced_plan, quick, quick_prices, trained_alone
+from tests.zoo import STEPS, Subject, assert_parity, forced_plan, quick, quick_search, trained_alone
 
 TOKENS = 24
 LENGTHS = {
@@ -80,7 +80,7 @@ def searched(who: Subject, world_size: int, *constraints: str, stages: bool = Fa
     if not stages:
         return forced_plan(who.traced.program, world_size, *constraints)
     request = SearchRequest(constraints=quick(constraints), schedules=schedule_actions)
-    return search(who.traced.program, world_size, quick_prices(world_size), request)
+    return quick_search(who.traced.program, world_size, request)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen", "gpt2"])

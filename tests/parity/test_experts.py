@@ -24,13 +24,13 @@ from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest
 from autopar.search.labels import degrees
 from autopar.trace.saves import SavesMeter
 from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
-from tests.zoo import Subject, assert_parity, forced_plan, quick, quick_prices, trained_alone
+from tests.zoo import Subject, assert_parity, forced_plan, quick, quick_search, trained_alone
 
 # It defines transformers::grouped_mm_fallback; before transformers 5 experts are Python loops.
 pytest.importorskip("transformers.integrations.moe")
@@ -224,7 +224,7 @@ def test_experts_with_context_and_stages(name: str, constraints: tuple[str, ...]
     who = trained_alone(model.double().train(), inputs)
     world_size = 2 ** len(constraints)
     request = SearchRequest(constraints=quick((*constraints, "microbatches=2")), schedules=schedule_actions)
-    plan = search(who.traced.program, world_size, quick_prices(world_size), request)
+    plan = quick_search(who.traced.program, world_size, request)
     assert "dispatch" in _factors(who.traced.program, plan)
     assert_parity(who, plan, priced=False)
 

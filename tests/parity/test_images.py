@@ -14,8 +14,8 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ops import is_cheap
 from autopar.ops.halos import space_dim
 from autopar.plan import Plan
-from autopar.search import SearchRequest, search
-from tests.zoo import Subject, assert_parity, forced_plan, quick_prices, rehearse, trained_alone
+from autopar.search import SearchRequest
+from tests.zoo import Subject, assert_parity, forced_plan, quick_search, rehearse, trained_alone
 
 
 class Stack(nn.Module):
@@ -239,9 +239,9 @@ def test_an_image_on_two_axes(name: str) -> None:
 def test_a_batch_that_divides_is_not_split_in_space() -> None:
     """Halos cost what a split of the batch does not; and what does not divide is no option."""
     wide = trained_alone(UNet().double(), {"image": torch.randn(2, 3, 16, 4, dtype=torch.float64)})
-    plan = search(wide.traced.program, 2, quick_prices(2), SearchRequest())
+    plan = quick_search(wide.traced.program, 2, SearchRequest())
     assert dims_split(plan) == [set()] * len(plan.layers)
-    plan = search(wide.traced.program, 4, quick_prices(4), SearchRequest())
+    plan = quick_search(wide.traced.program, 4, SearchRequest())
     assert {2} in dims_split(plan)
 
 
@@ -252,13 +252,13 @@ def test_images_that_do_not_fit_are_split() -> None:
     whole = forced_plan(program, 2, "tensor=1")
     assert dims_split(whole) == [set()]
     limit = int(0.8 * whole.peak_memory_bytes)
-    plan = search(program, 2, quick_prices(2), SearchRequest(limit, constraints=("tensor=1",)))
+    plan = quick_search(program, 2, SearchRequest(limit, constraints=("tensor=1",)))
     assert dims_split(plan) == [{2}]
     assert plan.num_microbatches == 2
     assert plan.peak_memory_bytes < limit
     assert_parity(who, plan)
     with pytest.raises(InfeasibleError, match="no plan fits"):
-        search(program, 2, quick_prices(2), SearchRequest(limit // 4, constraints=("tensor=1",)))
+        quick_search(program, 2, SearchRequest(limit // 4, constraints=("tensor=1",)))
 
 
 def test_what_is_not_split_in_space_is_cheap_to_run_again() -> None:

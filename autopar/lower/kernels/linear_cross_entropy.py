@@ -69,17 +69,8 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
     The gradient of `hidden` is a term, too.  Communicates forward what ``vocab_parallel_cross_entropy`` does, for each
     piece.
 
-    Args:
-        shards: of the classes.
-        hidden: as in `linear_cross_entropy`.
-        weight: of this device's classes.
-        bias: of this device's classes.
-        target: as in `linear_cross_entropy`.
-        class_weight: of every class.
-        chain: as in `linear_cross_entropy`.
-        ignore_index: as there.
-        label_smoothing: as there.
-        tokens: as there.
+    `weight` and `bias` are of this device's classes, `class_weight` is of all; the rest is as in
+    `linear_cross_entropy`.
     """
 
     def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:

@@ -72,18 +72,7 @@ def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
     The gradient of `hidden` is a term, too.  Communicates what ``vocab_parallel_cross_entropy`` does for each piece,
     forward, and backward again.
 
-    Args:
-        shards: of the classes.
-        hidden: as in `linear_token_losses`.
-        weight: of this device's classes.
-        bias: of this device's classes.
-        target: as in `linear_token_losses`.
-        class_weight: of every class.
-        chain: as in `linear_token_losses`.
-        ignore_index: as there.
-        label_smoothing: as there.
-        tokens: as there.
-        has_log_sums: as there.
+    `weight` and `bias` are of this device's classes, `class_weight` is of all; the rest is as in `linear_token_losses`.
     """
 
     def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from autopar.trace import Traced
 from autopar.verify.rehearsal import keep_double_program, planner_for
 from tests.data.test_balanced import Documents, rows_of_tokens
 from tests.lower.runs import build
-from tests.zoo import quick, quick_prices
+from tests.zoo import quick, quick_prices, quick_search
 
 TOKENS = 16
 PACKING = RowPacking({"input_ids": 0, "labels": -100}, "position_ids", "", ("labels",))
@@ -74,7 +74,7 @@ def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked
         row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, TOKENS >> place)))
         request = SearchRequest(constraints=quick((*texts.split(), *stages)), schedules=schedules)
         devices = degree * num_stages
-        found = search(row.program, devices, quick_prices(devices), request)
+        found = quick_search(row.program, devices, request)
         groups.append(GroupPlan(TOKENS >> place, found.decisions))
     degrees = {group.tokens: group.decisions.group_size for group in groups}
     return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), degrees)
