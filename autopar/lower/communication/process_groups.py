@@ -15,6 +15,7 @@ from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
 from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack, split_rows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
+from autopar.lower.communication.message_waits import wait_for_message
 from autopar.lower.communication.process_end import settle_gloo_at_exit
 from autopar.placement import Axis
 
@@ -200,7 +201,7 @@ class ProcessGroupCommunicator(Communicator):
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         group = self._group(axis)
         work = torch_groups.start_send(self._carried(x), group.members[to], group.process_group)
-        sending = _Sending(work, x)
+        sending = _Sending(work, x, self._look)
         self._sending = [*(other for other in self._sending if not other.is_done()), sending]
         return sending.to_handle()
 
@@ -208,7 +209,7 @@ class ProcessGroupCommunicator(Communicator):
         group = self._group(axis)
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         work = torch_groups.start_receive(self._carried(buffer), group.members[source], group.process_group)
-        return _Received(work, buffer, buffer, None).to_handle()
+        return _Received(work, buffer, buffer, None, self._look, is_message=True).to_handle()
 
     def _start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
         if self._is_gloo or to == axis.coordinate(self.rank):  # gloo's messages don't wait for each other
@@ -257,9 +258,10 @@ class ProcessGroupCommunicator(Communicator):
 class _Sending:
     """A message on its way.  The communicator keeps it: gloo drops a message whose work is let go of."""
 
-    def __init__(self, work: dist.Work, x: Tensor) -> None:
+    def __init__(self, work: dist.Work, x: Tensor, look: Callable[[], None] | None) -> None:
         self._work = work
         self._x = x
+        self._look = look
         self._is_waited_for = False
 
     def to_handle(self) -> Handle:
@@ -271,7 +273,10 @@ class _Sending:
         return self._is_waited_for or self._work.is_completed()
 
     def _finish(self) -> Tensor:
-        self._work.wait()
+        if self._look is None:
+            self._work.wait()
+        else:
+            wait_for_message(self._work, POLL_S, self._look)
         self._is_waited_for = True
         return self._x
 
@@ -286,9 +291,12 @@ class _Received:
         like: Tensor,
         order: list[int] | None,
         look: Callable[[], None] | None = None,
+        *,
+        is_message: bool = False,
     ) -> None:
         """`look` is called now and then while it is waited for."""
         self._look = look
+        self._wait = wait_for_message if is_message else torch_groups.wait_for
         self._work = work
         self._buffer = buffer
         self._dtype = like.dtype
@@ -305,7 +313,7 @@ class _Received:
         if self._look is None:
             self._work.wait()
         else:
-            torch_groups.wait_for(self._work, POLL_S, self._look)
+            self._wait(self._work, POLL_S, self._look)
         buffer = self._buffer
         if buffer.dtype is not self._dtype:
             buffer = buffer.view(self._dtype).squeeze(-1)
