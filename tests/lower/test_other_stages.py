@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import autopar
-from autopar.errors import PipelineError, RankError
+from autopar.errors import ModelError, PipelineError, RankError
 from tests.end_to_end.harness import launch, whole_mesh
 from tests.lower.test_whole_matrices import Lamb
 
@@ -90,6 +90,12 @@ def check_writes() -> None:
             p.add_(torch.arange(float(p.numel()), dtype=p.dtype).view_as(p))
             nn.init.zeros_(p.grad)
         nn.init.normal_(model.head.bias)
+        first, last = model.backbone[0].up.weight, model.backbone[3].up.weight
+        for write in (first.add_, first.data.add, first.mul):
+            with pytest.raises(ModelError, match="which are in different pipeline stages"):
+                write(last)
+        first.copy_(last.full_tensor())
+        assert torch.equal(first.full_tensor(), last.full_tensor())
     whole = model.full_state_dict()
     for name in ("embed.weight", "head.weight"):
         x = whole[name] - torch.arange(float(whole[name].numel()), dtype=torch.float64).view_as(whole[name])

@@ -29,7 +29,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import MeshError
 from autopar.lower.compat import functions_by, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
-from autopar.lower.parameters.dtensor_writes import copy_deeply, is_write, set_data, set_grad, write, write_out
+from autopar.lower.parameters.dtensor_writes import (
+    check_one_stage,
+    copy_deeply,
+    is_write,
+    set_data,
+    set_grad,
+    write,
+    write_out,
+)
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
 from autopar.lower.parameters.known_meshes import (
     has_local_inputs,
@@ -151,6 +159,7 @@ def _on_stages(call: FunctionCall) -> Any:
     if order is not None:
         return norms(call, order)
     if stays_in_parts(call):
+        check_one_stage(call)
         return _natively(call)
     return _viewed(call, _gathered(call)) if _is_view(call) else _on_whole(call)
 
