@@ -8,6 +8,7 @@ __all__ = [
     "BackendError",
     "CompilerError",
     "ConstraintError",
+    "DeadlineError",
     "ExampleInputsError",
     "HostMemoryError",
     "InfeasibleError",
