@@ -214,10 +214,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             prices = mesh_prices(loaded, communicator, mesh, setup.dtype, cache_dir=_CACHE)
             setup = setup.priced(prices)
             if profile is None:
-                plan, setup = _search_and_time(traced, communicator, setup, prices)
+                plan, traced, setup = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
-        traced = traced.decided_by(plan.decisions)
+                traced = traced.decided_by(plan.decisions)
     else:
         local_plan = plan if compile_choice in (None, plan.compiled) else plan.with_decisions(compiled=compile_choice)
         traced = traced.decided_by(local_plan.decisions)
@@ -369,10 +369,10 @@ def _search_and_time(
     communicator: ProcessGroupCommunicator,
     setup: Setup,
     prices: ClusterPrices,
-) -> tuple[Plan, Setup]:
+) -> tuple[Plan, Traced, Setup]:
     """Search on the first rank, and add the layers that it times on its device to its profile; all ranks call it.
 
-    Returns the plan, and the setup with the prices by which it was chosen.
+    Returns the plan, what it runs, and the setup with the prices by which it was chosen.
     """
     known = dict(prices.profile.layers) if prices.profile else {}
     timed = dict(known)
@@ -397,8 +397,9 @@ def _search_and_time(
         return plan, timed
 
     plan, found = share(communicator.process_group, search_here)
-    layers = LayerTimer(traced.program, communicator.device, known=found)
-    return plan, setup.priced(FamilyTimer(prices, lambda _: layers, left_s=0.0)(traced.program, plan))
+    decided = traced.decided_by(plan.decisions)
+    layers = LayerTimer(decided.program, communicator.device, known=found)
+    return plan, decided, setup.priced(FamilyTimer(prices, lambda _: layers, left_s=0.0)(decided.program, plan))
 
 
 def _describe(model: nn.Module, traced: Traced) -> str:

@@ -92,6 +92,8 @@ def _form(value: object, found: list[object], depth: int) -> object:
     if depth < _DEEPEST and is_record(value):
         return kind, tuple((name, _form(x, found, depth + 1)) for name, x in vars(value).items())
     found.append(value)
+    if isinstance(value, nn.Parameter):  # as recurrent modules list theirs, which the optimizer writes to
+        return nn.Parameter, None
     tensor: Any = value if isinstance(value, Tensor) and not value.is_inference() else None
     return _Itself(value, 0 if tensor is None else tensor._version)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import call_planner
+from autopar.attribute_contents import contents_of, has_contents
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.trace import Traced, trace
@@ -377,3 +378,14 @@ def test_transforms_of_torch_func_are_refused() -> None:
             torch.func.grad(loss)(X)
 
     on_ranks(on_rank)
+
+
+def test_parameters_in_a_list_may_be_trained() -> None:
+    """As those that recurrent modules list."""
+    weight = nn.Parameter(torch.ones(2))
+    before = contents_of([weight, 1], copies=True)
+    with torch.no_grad():
+        weight.add_(1)
+    assert has_contents([weight, 1], before)
+    assert not has_contents([weight, 2], before)
+    assert before.value is None  # no copy of what may be large
