@@ -380,3 +380,12 @@ def test_ranks_that_draw_for_rows_of_their_own_may_draw_differently() -> None:
     assert ranks.at_once(act) == ["ran"] * 2
     assert ranks.at_once(act) == ["ran"] * 2
     assert not any(calls.is_in_step for calls in ranks.calls)
+
+
+def test_what_a_call_is_named_by_may_have_braces() -> None:
+    """Dicts among the attributes of a model are written into it."""
+    ranks = begun()
+    kind = STEP + " with weights = {'loss': 0.5}, options = {}"
+    assert ranks.at_once(lambda _, calls: step(calls, X, kind=kind)) == ["ran"] * 2
+    found = ranks.at_once(lambda rank, calls: step(calls, X + rank, kind=kind))
+    assert any("with weights = {'loss': 0.5}, options = {}" in str(each) for each in found)

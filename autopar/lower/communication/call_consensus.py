@@ -232,7 +232,8 @@ class CallConsensus:
 
     def _call(self, kind: str, prepare: Callable[[], tuple[T, Named]], peers: str = "", *, waits: bool = False) -> T:
         self._number += 1
-        self._where = kind.format(self._counts[kind.removeprefix(PLANNING)])
+        number = self._counts[kind.removeprefix(PLANNING)]
+        self._where = kind.replace("{}", str(number), 1)  # what follows may have braces of its own
         backward, self._ran_backward = self._ran_backward, True
         # Another rank may still be in a backward that this one does not run, or in the call that failed here.
         waits = waits or not backward or self._told == self._number - 1

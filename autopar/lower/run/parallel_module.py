@@ -297,7 +297,7 @@ class ParallelModule(SubmoduleCalls):
         executor.begin_step()
         values = run_step(executor, executor.take_parts(tensors), seed)
         executor.update_buffers(values)
-        one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '')}"
+        one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '', 1)}"
         outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
         outputs = cut_outputs(executable.program.outputs, outputs, cuts)
         if self.call_inputs is not None and self.call_inputs.is_local:
