@@ -4,8 +4,8 @@ Every case is a process of its own: a small number of layers of a known shape, o
 microbatches, eager or compiled), compute in bfloat16, parameters and AdamW in float32.  Measured are the step's
 seconds and the peak of allocated memory, beside what the plan promises by a profile of this GPU, which is measured
 first where there is none.  Cases "by hand" train the same model as torchtitan does: `fully_shard` and ``compile()`` of
-each layer, selective or full activation checkpointing.  All cases of a model start from equal parameters, so their
-first losses say whether they compute the same.
+each layer, and checkpoints of layers where all is recomputed.  All cases of a model start from equal parameters, so
+their first losses say whether they compute the same.
 
 ``--output FOLDER`` keeps what was measured in ``FOLDER/steps.json``; ``--measured FILE`` predicts again for such a file
 and prints, without a GPU.  ``benchmarks/measured/h200-steps.json`` is one, with its profile beside it.
@@ -39,23 +39,20 @@ import autopar
 _WARM_UP = 3
 _STEPS = 8
 _LIMIT_S = 240  # a case with its compilation takes a minute
+_VOCABULARY = 32000
 
-_8B: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "num_hidden_layers": 4, "vocab_size": 32000,
-}  # fmt: skip
-_1B: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "num_hidden_layers": 8, "vocab_size": 32000,
-}  # fmt: skip
-_SMALL: dict[str, Any] = {
-    "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 12,
-    "num_hidden_layers": 12, "vocab_size": 32000,
-}  # fmt: skip
-_EXPERTS: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "num_hidden_layers": 4, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+
+def _sizes(width: int, inner: int, heads: int, key_heads: int, layers: int, **others: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_key_value_heads": key_heads, "num_hidden_layers": layers, "vocab_size": _VOCABULARY, **others,
+    }  # fmt: skip
+
+
+_8B = _sizes(4096, 14336, 32, 8, 4)
+_1B = _sizes(2048, 8192, 32, 8, 8)
+_SMALL = _sizes(768, 2048, 12, 12, 12)
+_EXPERTS = _sizes(2048, 3584, 16, 8, 4, num_local_experts=8, num_experts_per_tok=2)
 _MODELS = {"8b": (_8B, 1, 8192), "8b-batch": (_8B, 4, 4096), "1b": (_1B, 8, 2048), "small": (_SMALL, 8, 1024),
            "experts": (_EXPERTS, 2, 4096)}  # fmt: skip
 """Name -> sizes of a LLaMA (or a Mixtral), rows of a batch, tokens of a row."""
@@ -87,7 +84,8 @@ class Case:
         return " ".join(filter(None, words))
 
 
-def _cases() -> list[Case]:
+def cases() -> list[Case]:
+    """All of them, those first that say the most."""
     kept, full = ("recompute=none",), ("recompute=full",)
     return [
         Case("8b", kept, True), Case("8b", kept, True, by_hand=True), Case("8b", (), None),
@@ -143,11 +141,11 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print; returns the exit status."""
     if options.case:
         return _run_case(options.case, options.output, kernels=options.kernels)
-    chosen = [case for case in _cases() if not options.only or any(text in case.name for text in options.only)]
+    chosen = [case for case in cases() if not options.only or any(text in case.name for text in options.only)]
     if options.measured:
         by_name = {case.name: case for case in chosen}
         rows = [Outcome(**row) for row in json.loads(options.measured.read_text())]
-        return _print([_predict_again(by_name[o.case], o, options) for o in rows if o.case in by_name], options)
+        return _print([predict_again(by_name[o.case], o, options) for o in rows if o.case in by_name], options)
     if not torch.cuda.is_available():
         print("no GPU here: this compares real steps on one NVIDIA GPU with what was predicted; run it where "
               "torch.cuda.is_available()", file=sys.stderr)  # fmt: skip
@@ -180,7 +178,7 @@ def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
 
 
 def _run_case(name: str, folder: Path, *, kernels: bool) -> int:
-    (case,) = (case for case in _cases() if case.name == name)
+    (case,) = (case for case in cases() if case.name == name)
     with (folder / "gpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -192,18 +190,21 @@ def _run_case(name: str, folder: Path, *, kernels: bool) -> int:
     return 0
 
 
-def _make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model on the current device and its batch."""
-    sizes, rows, length = _MODELS[name]
+def _make(name: str) -> nn.Module:
+    """A model on the current device."""
+    sizes, _, length = _MODELS[name]
     torch.manual_seed(0)
     common = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
     if "num_local_experts" in sizes:
         config: Any = transformers.MixtralConfig(**sizes, **common, experts_implementation="grouped_mm")
-        model: nn.Module = transformers.MixtralForCausalLM(config)
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **common))
-    ids = torch.randint(32000, (rows, length), generator=torch.Generator().manual_seed(0), device="cpu")
-    return model.train(), {"input_ids": ids, "labels": ids}
+        return transformers.MixtralForCausalLM(config).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **common)).train()
+
+
+def _batch(name: str, device: str) -> dict[str, Tensor]:
+    _, rows, length = _MODELS[name]
+    ids = torch.randint(_VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": ids, "labels": ids}
 
 
 def _by_hand(case: Case) -> nn.Module:
@@ -214,7 +215,7 @@ def _by_hand(case: Case) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
     with torch.device("cuda"):
-        model: Any = _make(case.model)[0]
+        model: Any = _make(case.model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cuda", (1,))
     for number, layer in enumerate(model.model.layers):
@@ -231,14 +232,13 @@ def _by_hand(case: Case) -> nn.Module:
 
 def _train(case: Case, *, kernels: bool) -> Outcome:
     started = time.perf_counter()
+    batch = _batch(case.model, "cuda")
     if case.by_hand:
         model: Any = _by_hand(case)
-        batch = _make_batch(case)
         predicted_s = predicted_bytes = 0.0
     else:
         with torch.device("meta"):
-            whole = _make(case.model)[0]
-        batch = _make_batch(case)
+            whole = _make(case.model)
         torch.manual_seed(0)
         model = autopar.parallelize(
             whole, init_device_mesh("cuda", (1,)), batch, precision="bf16", constraints=case.constraints,
@@ -278,12 +278,6 @@ def _train(case: Case, *, kernels: bool) -> Outcome:
     )  # fmt: skip
 
 
-def _make_batch(case: Case) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        batch = _make(case.model)[1]
-    return {name: x.cuda() for name, x in batch.items()}
-
-
 def _report(case: Case, model: Any, step: Any) -> str:
     if case.by_hand:
         return ""
@@ -300,16 +294,14 @@ def _kernels(step: Any) -> str:
     return found.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90)
 
 
-def _predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> Outcome:
+def predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> Outcome:
     """With the present code's prices."""
     if case.by_hand or outcome.problem:
         return outcome
     with torch.device("meta"):
-        model, _ = _make(case.model)
-    _, rows, length = _MODELS[case.model]
-    ids = torch.zeros(rows, length, dtype=torch.int64)
+        model = _make(case.model)
     plan = autopar.plan(
-        model, autopar.Cluster.of(options.device, devices_per_node=1), {"input_ids": ids, "labels": ids},
+        model, autopar.Cluster.of(options.device, devices_per_node=1), _batch(case.model, "cpu"),
         precision="bf16", constraints=case.constraints, compile=case.is_compiled, profile=options.profile or False,
     )  # fmt: skip
     return Outcome(**asdict(outcome) | {"predicted_s": plan.step_time_s, "predicted_bytes": plan.peak_memory_bytes})

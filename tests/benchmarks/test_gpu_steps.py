@@ -20,10 +20,10 @@ ROWS = [gpu.Outcome(**row) for row in json.loads((MEASURED / "h200-steps.json").
     ("8b compiled recompute=none", 0.08), ("8b eager recompute=none", 0.08), ("8b compiled recompute=full", 0.06),
 ])  # fmt: skip
 def test_a_measured_step_is_predicted(case: str, within: float) -> None:
-    (known,) = (each for each in gpu._cases() if each.name == case)
+    (known,) = (each for each in gpu.cases() if each.name == case)
     measured = [row for row in ROWS if row.case == case]
     for profile in (None, MEASURED / "h200-profile.json"):
-        predicted = gpu._predict_again(known, measured[0], argparse.Namespace(device="h200", profile=profile))
+        predicted = gpu.predict_again(known, measured[0], argparse.Namespace(device="h200", profile=profile))
         for row in measured:
             assert predicted.predicted_s == pytest.approx(row.median_s, rel=within)
             assert predicted.predicted_bytes >= 0.98 * row.measured_bytes

@@ -7,18 +7,15 @@ passes its limit ("Application timeout caused pair closure", ``tcp/unbound_buffe
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
+from autopar.lower.communication.idle_threads import IdleThreads
+
 __all__ = ["wait_for_message"]
 
-_Task = Callable[[], None]
-_IDLE: list[SimpleQueue[_Task]] = []  # what threads with nothing to wait for take their next task from
-os.register_at_fork(after_in_child=_IDLE.clear)  # which has no threads
+_THREADS = IdleThreads()
 
 
 def wait_for_message(work: dist.Work, every_s: float, meanwhile: Callable[[], None]) -> None:
@@ -28,36 +25,16 @@ def wait_for_message(work: dist.Work, every_s: float, meanwhile: Callable[[], No
     Raises:
         RuntimeError: the connection to the other rank is lost.
     """
-    ended = SimpleQueue[BaseException | None]()
-    tasks = _IDLE.pop() if _IDLE else _start()
+    errors: list[BaseException] = []
 
     def wait() -> None:
-        error: BaseException | None = None
         try:
             work.wait()
-        except BaseException as caught:  # noqa: BLE001  (it is raised where the message is waited for)
-            error = caught
-        _IDLE.append(tasks)
-        ended.put(error)
+        except BaseException as error:  # noqa: BLE001  (it is raised where the message is waited for)
+            errors.append(error)
 
-    tasks.put(wait)
-    while True:
-        try:
-            error = ended.get(timeout=every_s)
-        except Empty:
-            meanwhile()
-        else:
-            if error is not None:
-                raise error
-            return
-
-
-def _start() -> SimpleQueue[_Task]:
-    tasks = SimpleQueue[_Task]()
-    threading.Thread(target=_serve, args=(tasks,), daemon=True).start()
-    return tasks
-
-
-def _serve(tasks: SimpleQueue[_Task]) -> None:
-    while True:
-        tasks.get()()
+    ended = _THREADS.start(wait)
+    while not ended.wait(every_s):
+        meanwhile()
+    if errors:
+        raise errors[0]

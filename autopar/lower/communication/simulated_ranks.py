@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.idle_threads import IdleThreads
 from autopar.placement import Axis
 
 __all__ = ["CollectiveMismatchError", "ThreadCommunicator", "simulate"]
@@ -286,7 +287,7 @@ def simulate(
             error.add_note(f"raised on simulated rank {rank} of {world_size}")
             _fail_quietly(room, error)
 
-    _join([_start(rank, partial(run, rank)) for rank in range(world_size)], room)
+    _join([_THREADS[rank].start(partial(run, rank)) for rank in range(world_size)], room)
     if room.error is not None:
         error, room.error = room.error, _AbortedError()  # which holds no frames
         # Tensors saved for backward hold the room, and the error's frames hold them, by ways that no collector sees.
@@ -294,35 +295,9 @@ def simulate(
     return [results[rank] for rank in range(world_size)]
 
 
-_IDLE: dict[int, list[SimpleQueue[Callable[[], None]]]] = {}
-
-
-def _start(rank: int, run: Callable[[], None]) -> threading.Event:
-    """Call `run` on an idle thread of `rank`, or a new one; the event says when it has ended.
-
-    Threads stay for the next simulation, as a rank's process does, because DTensor remembers what it knows of each op
-    by thread: to learn it again is most of what a small optimizer's steps cost.
-    """
-    idle = _IDLE.setdefault(rank, [])
-    ended = threading.Event()
-    try:
-        tasks = idle.pop()
-    except IndexError:
-        tasks = SimpleQueue[Callable[[], None]]()
-        threading.Thread(target=_serve, args=(tasks,), daemon=True).start()
-
-    def task() -> None:
-        run()
-        idle.append(tasks)
-        ended.set()
-
-    tasks.put(task)
-    return ended
-
-
-def _serve(tasks: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        tasks.get()()
+# Threads of a rank stay for the next simulation, as its process does, because DTensor remembers what it knows of each
+# op by thread: to learn it again is most of what a small optimizer's steps cost.
+_THREADS: defaultdict[int, IdleThreads] = defaultdict(IdleThreads)
 
 
 def _join(ends: list[threading.Event], room: _Room) -> None:
