@@ -19,7 +19,7 @@ from autopar.program import Op, TensorType
 from autopar.step.instructions import InParts, InPieces, Reshard, RunOp, Single
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
-from autopar.step.value_flows import Flow
+from autopar.step.value_flows import gets_gradient
 
 __all__ = ["GradientTarget", "OutputNode", "TensorGraph", "TensorKey", "TensorNode", "origins", "tensor_graph"]
 
@@ -201,7 +201,7 @@ class _TensorGraphBuilder:
                 self._add_single(each)
         inputs: dict[str, TensorKey] = {name: (name, "source", -1) for name in placed.layer.inputs}
         outputs = [
-            OutputNode(*self.located[index][:2], _gets_gradient(placed, placed.flows[name]))
+            OutputNode(*self.located[index][:2], gets_gradient(placed.program, placed.flows[name].value))
             for index, name in zip(local.outputs, placed.layer.outputs, strict=True)
         ]
         return TensorGraph(self.sizes, tuple(self.nodes), inputs, tuple(outputs))
@@ -367,16 +367,6 @@ class _TensorGraphBuilder:
                 piece=self.piece,
             )
         )
-
-
-def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
-    """Whether a gradient comes from outside the layer: not for outputs that only the caller reads, but the loss."""
-    program, name = placed.program, flow.value.name
-    if not flow.value.requires_grad:
-        return False
-    if not program.loss or name in program.loss_terms:
-        return True
-    return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
 
 
 def _buffer_bytes(steps: tuple[Step, ...], after: float, before: float, *, is_forward: bool) -> float:

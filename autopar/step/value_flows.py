@@ -10,7 +10,7 @@ from autopar.ops import family_of
 from autopar.placement import BROADCAST, REPLICATE, Placement, local_shape
 from autopar.program import Layer, Op, Option, Program, TensorType, Value
 
-__all__ = ["Flow", "TimeView", "find_flows", "is_alias", "option_of", "options_of", "time_view"]
+__all__ = ["Flow", "TimeView", "find_flows", "gets_gradient", "is_alias", "option_of", "options_of", "time_view"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,15 @@ class Flow:
     def num_readers(self) -> int:
         """Mentions among operands, and one if it leaves the layer."""
         return len(self.readers) + (self.output >= 0)
+
+
+def gets_gradient(program: Program, value: Value) -> bool:
+    """Whether a layer's output gets a gradient from other layers or as the loss: not if only the caller reads it."""
+    if not value.requires_grad:
+        return False
+    if not program.loss or value.name in program.loss_terms:
+        return True
+    return value.name not in program.outputs or any(value.name in layer.inputs for layer in program.layers)
 
 
 def find_flows(program: Program, layer: Layer) -> dict[str, Flow]:

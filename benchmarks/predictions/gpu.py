@@ -53,9 +53,11 @@ _8B = _sizes(4096, 14336, 32, 8, 4)
 _1B = _sizes(2048, 8192, 32, 8, 8)
 _SMALL = _sizes(768, 2048, 12, 12, 12)
 _EXPERTS = _sizes(2048, 3584, 16, 8, 4, num_local_experts=8, num_experts_per_tok=2)
-_MODELS = {"8b": (_8B, 1, 8192), "8b-batch": (_8B, 4, 4096), "1b": (_1B, 8, 2048), "small": (_SMALL, 8, 1024),
-           "experts": (_EXPERTS, 2, 4096)}  # fmt: skip
-"""Name -> sizes of a LLaMA (or a Mixtral), rows of a batch, tokens of a row."""
+_IMAGES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+           "image_size": 224, "patch_size": 14, "num_labels": 1000}  # fmt: skip
+_MODELS = {"8b": (_8B, 1, 8192), "8b-batch": (_8B, 4, 4096), "8b-long": (_8B, 1, 32768), "1b": (_1B, 8, 2048),
+           "small": (_SMALL, 8, 1024), "experts": (_EXPERTS, 2, 4096), "vit": (_IMAGES, 64, 0)}  # fmt: skip
+"""Name -> sizes of a LLaMA (a Mixtral, a ViT), rows of a batch, tokens of a row."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def cases() -> list[Case]:
         Case("experts", kept, False), Case("small", kept, False), Case("small", kept, False, by_hand=True),
         Case("8b", ("offload=optimizer", *kept), True), Case("8b", full, True),
         Case("8b", full, True, by_hand=True), Case("8b-batch", ("microbatches=4", *kept), True),
+        Case("8b-long", (), True), Case("vit", kept, True), Case("vit", kept, True, by_hand=True),
         Case("experts", kept, True), Case("1b", kept, True), Case("1b", kept, True, by_hand=True),
         Case("8b", kept, False), Case("8b", kept, False, by_hand=True), Case("8b", ("recompute=selective",), False),
         Case("8b", full, False), Case("8b", ("offload=activations",), False), Case("small", kept, True),
@@ -194,6 +197,8 @@ def _make(name: str) -> nn.Module:
     """A model on the current device."""
     sizes, _, length = _MODELS[name]
     torch.manual_seed(0)
+    if "image_size" in sizes:
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).train()
     common = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
     if "num_local_experts" in sizes:
         config: Any = transformers.MixtralConfig(**sizes, **common, experts_implementation="grouped_mm")
@@ -202,8 +207,13 @@ def _make(name: str) -> nn.Module:
 
 
 def _batch(name: str, device: str) -> dict[str, Tensor]:
-    _, rows, length = _MODELS[name]
-    ids = torch.randint(_VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+    sizes, rows, length = _MODELS[name]
+    generator = torch.Generator().manual_seed(0)
+    if "image_size" in sizes:
+        images = torch.randn(rows, 3, sizes["image_size"], sizes["image_size"], generator=generator)
+        labels = torch.randint(sizes["num_labels"], (rows,), generator=generator)
+        return {"pixel_values": images.to(device), "labels": labels.to(device)}
+    ids = torch.randint(_VOCABULARY, (rows, length), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -218,11 +228,12 @@ def _by_hand(case: Case) -> nn.Module:
         model: Any = _make(case.model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cuda", (1,))
-    for number, layer in enumerate(model.model.layers):
+    layers = model.vit.layers if "vit" in case.model else model.model.layers
+    for number, layer in enumerate(layers):
         wrapped = checkpoint_wrapper(layer) if "recompute=full" in case.constraints else layer
         if case.is_compiled:
             wrapped.compile()
-        model.model.layers[number] = wrapped
+        layers[number] = wrapped
         fully_shard(wrapped, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if case.is_compiled:

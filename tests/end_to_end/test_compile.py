@@ -73,6 +73,38 @@ def check_collectives() -> None:
     assert found[0] == found[1]
 
 
+def check_logits(*constraints: str) -> None:
+    """Logits beside the loss may be trained through; a loss that does not read them gives compiled layers no zeros.
+
+    Their last dim is split nowhere, and larger than others.
+    """
+    tangents: set[torch.Size] = set()
+    compile_graph = compiled.compile_graph
+
+    def watching(module: Any, tensors: Any, noting: Any) -> Any:
+        def note(graph: Any) -> Any:
+            placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            tangents.update(node.meta["val"].shape for node in placeholders if node.name.startswith("tangents"))
+            return noting(graph)
+
+        return compile_graph(module, tensors, note)
+
+    compiled.compile_graph = watching
+    found = []
+    for compile_ in (False, True):
+        model, inputs = make("llama")
+        parallel = parallelize(model, inputs, constraints=constraints, compile=compile_)
+        for share in (0.0, 0.5):
+            outputs = parallel(**inputs)
+            (outputs.loss + share * outputs.logits.square().mean() if share else outputs.loss).backward()
+        found.append(gradients_of(parallel))
+        logits = outputs.logits.shape
+    compiled.compile_graph = compile_graph
+    assert tangents, "nothing was compiled"
+    assert all(logits[-1] not in shape for shape in tangents), (logits, tangents)
+    assert_near(found[1], found[0], GRADIENT_TOLERANCE)
+
+
 def check_draws() -> None:
     """Dropout and microbatches, which cut a program into pieces: the losses and gradients of eager layers."""
     model, inputs = make_plain_gpt(layers=1, dropout=0.2)
@@ -115,6 +147,7 @@ def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
         2,
         partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
         partial(check_model, "llama", "data=2", "zero=3", "recompute=ops", "offload=activations"),
+        partial(check_logits, "data=2", "zero=3", "recompute=none"),
         check_draws,
         timeout_s=400,
     )

@@ -4,17 +4,24 @@ A program is traced as it runs, collectives and special kernels included, so a k
 breaks.  What must be new in every call stays outside: random draws and slices of the running microbatch; and so do
 collectives that overlap with compute, which stand in the order in which they overlap, and ops that run backward inside
 their forward.  Those cut a program into pieces.
+
+What is compiled has a gradient for each of its differentiable outputs, zeros where none came.  So outputs that only the
+model's caller reads, as logits beside a loss, leave it without: should the caller's loss depend on one, the program
+runs once more, uncompiled, in the backward (`_CallerOutputs`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
 
+from autopar.lower.autograd import call_function, edge_of, gradients_of
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import compile_graph, run_again_in_backward, split_graph
@@ -45,7 +52,7 @@ def compile_program(program: LayerProgram, communicator: Communicator) -> Callab
     The compiler runs cheap ops again in backward by itself, which takes the place of ``recompute=selective``.  If the
     strategy names the ops that run again, it does so with those, as far as they are inside of one piece.
     """
-    module = program.module
+    module = _detaching(program.module, program.unread) if program.unread else program.module
     if rerun_ops(program.strategy.recompute):
         run_again_in_backward(node for node in module.graph.nodes if node.name in program.rerun)
     pieces = _pieces(module.graph)
@@ -54,7 +61,68 @@ def compile_program(program: LayerProgram, communicator: Communicator) -> Callab
         assert isinstance(part, fx.GraphModule)
         if not any(_stays_outside(node) for node in part.graph.nodes):
             setattr(parts, name, _Piece(part, communicator))
-    return parts.forward
+    return partial(_run, program.module.forward, parts.forward, program.unread) if program.unread else parts.forward
+
+
+def _detaching(module: fx.GraphModule, positions: frozenset[int]) -> fx.GraphModule:
+    """A copy of a program whose outputs at these positions are outside of autograd."""
+    graph = fx.Graph()
+    copied: Any = graph.graph_copy(module.graph, {})
+    outputs: list[fx.Node] = list(copied)
+    for position in positions:
+        outputs[position] = graph.call_function(torch.ops.aten.detach.default, (outputs[position],))
+    graph.output(tuple(outputs))
+    return fx.GraphModule(module, graph)
+
+
+def _run(
+    run_eagerly: Callable[..., Sequence[Tensor]],
+    run: Callable[..., Sequence[Tensor]],
+    positions: frozenset[int],
+    *args: Any,
+) -> Sequence[Tensor]:
+    """``run(*args)``, compiled, whose outputs at these positions get their gradients from ``run_eagerly(*args)``."""
+    outputs = list(run(*args))
+    *tensors, context = args
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+
+        def run_again(*tensors: Tensor) -> list[Tensor]:
+            made = run_eagerly(*tensors, context)
+            return [made[position] for position in sorted(positions)]
+
+        detached = [outputs[position] for position in sorted(positions)]
+        made = call_function(_CallerOutputs, run_again, detached, *tensors)
+        for position, output in zip(sorted(positions), made, strict=True):
+            outputs[position] = output
+    return outputs
+
+
+class _CallerOutputs(torch.autograd.Function):
+    """Tensors that have been computed, as functions of `tensors` that are differentiated only if they get gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_again: Callable[..., Sequence[Tensor]], made: Sequence[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run_again = run_again
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
+        needed = ctx.needs_input_grad[2:]
+        tensors = [x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            outputs = ctx.run_again(*tensors)
+        roots = [(edge_of(x), g) for x, g in zip(outputs, gradients, strict=True) if g is not None]
+        found = iter(
+            gradients_of([x for x, _ in roots], [g for _, g in roots], [x for x in tensors if x.requires_grad])
+        )
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
 def _stays_outside(node: fx.Node) -> bool:

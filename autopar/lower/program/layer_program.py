@@ -48,6 +48,7 @@ from autopar.step.local_program import derive
 from autopar.step.op_states import kernel_runs
 from autopar.step.pieces import row_product
 from autopar.step.prices import reshard_calls
+from autopar.step.value_flows import gets_gradient
 
 __all__ = ["LayerProgram", "layer_program"]
 
@@ -58,7 +59,8 @@ class LayerProgram:
 
     `module` is called ``module(*inputs, *state, context)``: inputs in the strategy's input layouts, parameters, buffers
     and constants in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
-    `local` is what it was emitted from.  `rerun` names the nodes that `ActivationPolicy.reruns`.
+    `local` is what it was emitted from.  `rerun` names the nodes that `ActivationPolicy.reruns`.  `unread` are the
+    positions of differentiable outputs beside others that only the model's caller reads, mostly without gradients.
     """
 
     module: fx.GraphModule
@@ -67,6 +69,7 @@ class LayerProgram:
     num_microbatches: int
     local: LocalProgram
     rerun: frozenset[str]
+    unread: frozenset[int]
 
 
 def layer_program(
@@ -103,7 +106,11 @@ def layer_program(
         emitter.add(instruction)
     graph = emitter.finish()
     module = fx.GraphModule(torch.nn.Module(), graph, class_name=f"Kind{layer.kind}")
-    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun))
+    put_out = [program.values[name] for name in layer.outputs]
+    unread = [i for i, x in enumerate(put_out) if x.requires_grad and not gets_gradient(program, x)]
+    if not any(gets_gradient(program, x) for x in put_out):
+        unread = []  # its backward runs for them or not at all
+    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun), frozenset(unread))
 
 
 @dataclass

@@ -76,7 +76,9 @@ class SingleLayer:
         if compiled:
             lowered.module.forward = compile_program(lowered, self._context.communicator)
         outputs = self.forward()
-        self._gradients = [torch.randn_like(x) if x.requires_grad else None for x in outputs]
+        self._gradients = [
+            torch.randn_like(x) if x.requires_grad and i not in lowered.unread else None for i, x in enumerate(outputs)
+        ]
 
     @property
     def is_differentiable(self) -> bool:
