@@ -16,6 +16,7 @@ from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, ConstraintError, InfeasibleError, PlanFormatError
 from autopar.lower import ParallelModule
 from autopar.lower.compat import local_part_of, storage_key
+from autopar.lower.parameters import host_threads
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
@@ -139,6 +140,24 @@ def test_the_users_loop(copies: list[tuple[str, int]]) -> None:
     assert {how for how, _ in copies} == {"bring", "send"}
     for name, value in here.items():
         torch.testing.assert_close(away[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_step_on_the_host_has_the_threads_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = subject("llama", torch.float64)
+    monkeypatch.setattr(host_threads, "host_threads", lambda: torch.get_num_threads() + 1)
+
+    def rank(model: ParallelModule) -> tuple[int, ...]:
+        optimizer = torch.optim.SGD(model.parameters())
+        seen = [torch.get_num_threads()]
+        optimizer.register_step_pre_hook(host_threads._widen)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+        optimizer.register_step_post_hook(host_threads._narrow)
+        loss_of(model(**who.inputs)).backward()
+        optimizer.step()
+        return (*seen, torch.get_num_threads())
+
+    ((before, inside, after),) = run_ranks(who.model, who.traced, plan_for("llama", 1, (AWAY,)), rank)
+    assert (inside, after) == (before + 1, before)
 
 
 def test_an_optimizer_that_needs_whole_matrices_has_them() -> None:

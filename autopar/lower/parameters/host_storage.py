@@ -1,9 +1,9 @@
 """Copies between a device and its host's memory, where parameters may be stored (`Decisions.host_storage`).
 
 The module's parameters are then DTensors whose local parts are in the host's memory, pinned if the device copies by
-itself.  The user's optimizer updates them there.  What layers compute with is copied to the device when it is
-unsharded, and gradients are copied back once they are final.  On an accelerator copies run on a stream of their own,
-while the device computes; on a CPU the same code copies from one allocation to another.
+itself.  The user's optimizer updates them there (`host_threads`).  What layers compute with is copied to the device
+when it is unsharded, and gradients are copied back once they are final.  On an accelerator copies run on a stream of
+their own, while the device computes; on a CPU the same code copies from one allocation to another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.accelerators import pins_memory
+from autopar.lower.parameters.host_threads import widen_host_steps
 
 __all__ = ["HostCopies"]
 
@@ -29,6 +30,8 @@ class HostCopies:
         """Nothing is copied yet."""
         self.device = device
         self._stream = _copy_stream(device) if device.type != "cpu" else None
+        if device.type != "cpu":
+            widen_host_steps()
 
     def home(self, x: Tensor) -> Tensor:
         """A copy of `x` in the host's memory, made when this returns."""
