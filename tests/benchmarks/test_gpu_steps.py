@@ -1,4 +1,4 @@
-"""Steps measured on an H200 are predicted, in time and memory, from published figures and from its profile."""
+"""Steps measured on GPUs are predicted, in time and memory, from published figures and from a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from benchmarks.predictions import gpu
 from tests.ranks import REPOSITORY
 
 MEASURED = REPOSITORY / "benchmarks" / "measured"
-ROWS = [gpu.Outcome(**row) for row in json.loads((MEASURED / "h200-steps.json").read_text())]
+
+
+def rows(name: str) -> list[gpu.Outcome]:
+    """What was measured on a device."""
+    return [gpu.Outcome(**row) for row in json.loads((MEASURED / f"{name}-steps.json").read_text())]
 
 
 @pytest.mark.slow
@@ -21,7 +25,7 @@ ROWS = [gpu.Outcome(**row) for row in json.loads((MEASURED / "h200-steps.json").
 ])  # fmt: skip
 def test_a_measured_step_is_predicted(case: str, within: float) -> None:
     (known,) = (each for each in gpu.cases() if each.name == case)
-    measured = [row for row in ROWS if row.case == case]
+    measured = [row for row in rows("h200") if row.case == case]
     for profile in (None, MEASURED / "h200-profile.json"):
         predicted = gpu.predict_again(known, measured[0], argparse.Namespace(device="h200", profile=profile))
         for row in measured:
@@ -29,10 +33,27 @@ def test_a_measured_step_is_predicted(case: str, within: float) -> None:
             assert predicted.predicted_bytes >= 0.98 * row.measured_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "within"), [
+    ("8b-long compiled", 0.09), ("8b-batch compiled microbatches=4 recompute=none", 0.06),
+    ("8b compiled offload=optimizer recompute=none", 1.6), ("vit compiled recompute=none", 0.12),
+    ("experts compiled recompute=none", 0.05),
+])  # fmt: skip
+def test_the_memory_of_a_measured_step_is_promised(case: str, within: float) -> None:
+    """And its seconds by published figures; those of the host's cores are rough."""
+    (known,) = (each for each in gpu.cases() if each.name == case)
+    (measured,) = (row for row in rows("h100") if row.case == case)
+    predicted = gpu.predict_again(known, measured, argparse.Namespace(device="h100", profile=None))
+    assert predicted.predicted_s == pytest.approx(measured.median_s, rel=within)
+    assert predicted.predicted_bytes == pytest.approx(measured.measured_bytes, rel=0.04)
+
+
 def test_a_profile_of_a_gpu_is_steady_and_reaches_sizes_that_fill_it() -> None:
-    profile = Profile.load(MEASURED / "h200-profile.json")
-    assert profile.spread < 0.05
-    large = [
-        profile.curves[key].points[-1].seconds for key in ("optimizer", "elementwise/forward", "op/aten.add/forward")
-    ]
-    assert min(large) > 20 * profile.curves["elementwise/forward"].overhead_s
+    for name in ("h100", "h200"):
+        profile = Profile.load(MEASURED / f"{name}-profile.json")
+        assert profile.spread < 0.05
+        large = [
+            profile.curves[key].points[-1].seconds
+            for key in ("optimizer", "elementwise/forward", "op/aten.add/forward")
+        ]
+        assert min(large) > 20 * profile.curves["elementwise/forward"].overhead_s

@@ -202,6 +202,7 @@ def test_it_holds_for_the_whole_plan_and_goes_with_activations() -> None:
         plan_for("llama", 2, ("model.layers.*: offload=optimizer",))
     plan = plan_for("llama", 2, ("data=2", AWAY, "offload=activations", "recompute=none"))
     assert plan.decisions.host_storage
+    assert any("fused=True" in note for note in plan.notes)
     assert any("offload" in strategy.recompute for strategy in plan.strategies)
     assert Plan.from_json(plan.to_json()) == plan
     other = replace(plan, other_calls=(replace(plan.decisions, host_storage=False),))
