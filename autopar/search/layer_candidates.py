@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.placement import REPLICATE, Axis, Layout
 from autopar.plan import LayerStrategy
@@ -40,6 +41,8 @@ from autopar.step.training import own_training
 from autopar.step.value_flows import find_flows, time_view
 
 __all__ = ["LayerCandidate", "layer_candidates"]
+
+Array = npt.NDArray[np.float64]
 
 # Times as much as all layers hold of one microbatch, a device group of a pipeline holds at most: the first one as much
 # under 1F1B, twice as much at most if it is interleaved, or if layers do not divide over stages.
@@ -71,10 +74,10 @@ def layer_candidates(
     whole = _sliced_late(settings, layer)
     pairs = [(mesh, roles) for mesh in meshes for roles in role_choices(mesh, demands)]
     problems = [work.problem(mesh, roles, demands, whole) for mesh, roles in pairs]
-    variants: list[_Variant] = []
+    variants: list[_Variants] = []
     for placed, strategy, policies in _strategies(work, problems, [roles for _, roles in pairs], demands, whole):
         variants.extend(_variants(work, placed, strategy, policies, demands))
-    return tuple(variant.finish(layer) for variant in _drop_dominated(settings, layer, variants))
+    return tuple(_drop_dominated(settings, layer, variants))
 
 
 def _sliced_late(settings: StepSettings, layer: Layer) -> frozenset[str]:
@@ -172,30 +175,43 @@ def _solved_variants(settings: StepSettings, kind: int, demands: LayerDemands) -
     return dict.fromkeys(variants)
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A candidate before it is known to be of use."""
+@dataclass(frozen=True, eq=False)
+class _Variants:
+    """Candidates before it is known which are of use: one strategy, with each way to keep activations (`running`) and
+    each way to store parameters.
+
+    `overlapped_s` is that of `LayerCandidate` for each pair, [ways to keep activations, ways to store].
+    """
 
     policies: tuple[Policy, Policy]
     strategy: LayerStrategy
-    stored: StoredVariant
-    recompute: str
-    cost: LayerCost
-    overlapped_s: float
+    stored: Sequence[StoredVariant]
+    running: Sequence[tuple[str, LayerCost]]
+    overlapped_s: Array
 
-    def finish(self, layer: Layer) -> LayerCandidate:
-        stored = self.stored
-        strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
-        return LayerCandidate(layer, *self.policies, strategy, self.cost, self.overlapped_s, stored.transfers)
+    def finish(self, layer: Layer, number: int) -> LayerCandidate:
+        """The candidate of this number, counted as in `rated`."""
+        row, column = divmod(number, len(self.stored))
+        (how, cost), stored = self.running[row], self.stored[column]
+        strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=how)
+        overlapped_s = float(self.overlapped_s[row, column])
+        return LayerCandidate(layer, *self.policies, strategy, cost + stored.cost, overlapped_s, stored.transfers)
 
-    def rated(self, in_flight: int, counted_bytes: float) -> tuple[float, ...]:
-        """What another must not exceed to be as good; less than `counted_bytes` in the host's memory do not count."""
-        cost = self.cost
+    def rated(self, in_flight: int, counted_bytes: float) -> Array:
+        """By candidate, what another must not exceed to be as good; less than `counted_bytes` in the host's memory do
+        not count.
+        """
+        running = np.array([tuple(vars(cost).values()) for _, cost in self.running])
+        stored = np.array([tuple(vars(each.cost).values()) for each in self.stored])
+        # Every field is an array: the properties of `LayerCost` are those of all pairs.
+        cost = LayerCost(*np.moveaxis(running[:, None] + stored, -1, 0))
         seconds = cost.total_s, cost.total_s - self.overlapped_s
         if in_flight == 1:
-            return *seconds, cost.persistent_bytes, cost.transient_bytes
-        host_bytes = cost.host_bytes if cost.host_bytes > counted_bytes else 0.0
-        return *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes, host_bytes
+            columns = *seconds, cost.persistent_bytes, cost.transient_bytes
+        else:
+            host_bytes = np.where(cost.host_bytes > counted_bytes, cost.host_bytes, 0.0)
+            columns = *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes, host_bytes
+        return np.stack(columns, axis=-1).reshape(running.shape[0] * stored.shape[0], -1)
 
 
 def _variants(
@@ -204,7 +220,7 @@ def _variants(
     strategy: LayerStrategy,
     policies: tuple[Policy, Policy],
     demands: LayerDemands,
-) -> Iterator[_Variant]:
+) -> Iterator[_Variants]:
     """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference.
 
     Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
@@ -220,15 +236,24 @@ def _variants(
     training = own_training(settings.program, placed.layer, settings.training)
     ahead, back = costs.runs
     count = settings.num_microbatches
-    for cut, running in choices:
-        pieced = replace(strategy, pieces=cut)
-        for how, cost in running.items():
-            again_s = (cost.recompute_s / count,)
-            again = ahead if is_layer_rerun(how, training) else ComputingRuns(again_s, again_s)
+
+    def overlapped(how: str, cost: LayerCost) -> tuple[float, ...]:
+        """With each way to store parameters; ways to keep activations that run as long again are the same."""
+        again_s, runs_again = (cost.recompute_s / count,), is_layer_rerun(how, training)
+        if (again_s, runs_again) not in known:
+            again = ahead if runs_again else ComputingRuns(again_s, again_s)
             runs = ahead, again.then(back)
-            for stored in every:
-                overlapped = overlapped_s(runs, *stored.transfers, stored.zero, count, training)
-                yield _Variant(policies, pieced, stored, how, cost + stored.cost, overlapped)
+            known[again_s, runs_again] = tuple(
+                overlapped_s(runs, *stored.transfers, stored.zero, count, training) for stored in every
+            )
+        return known[again_s, runs_again]
+
+    known: dict[tuple[tuple[float], bool], tuple[float, ...]] = {}
+    for cut, running in choices:
+        if not running:  # what it would offload has no room
+            continue
+        hidden_s = np.array([overlapped(how, cost) for how, cost in running.items()])
+        yield _Variants(policies, replace(strategy, pieces=cut), every, tuple(running.items()), hidden_s)
 
 
 def _running_in_pieces(
@@ -324,20 +349,24 @@ def _worth_offloading(settings: StepSettings, layer: Layer, costs: dict[str, Lay
     return {name: cost for name, cost in costs.items() if name not in offloading or name in (fastest, smallest)}
 
 
-def _drop_dominated(settings: StepSettings, layer: Layer, variants: list[_Variant]) -> Iterator[_Variant]:
+def _drop_dominated(settings: StepSettings, layer: Layer, variants: Iterable[_Variants]) -> Iterator[LayerCandidate]:
     """On one mesh between the same policies, those that no other beats in time, with and without what is overlapped,
     and in static (with microbatches in flight, else persistent), saved and transient bytes; in a pipeline also in those
     on the host, if it may be short of room.
     """
     count = sum(each.kind == layer.kind for each in settings.program.layers)
     counted_bytes = settings.prices.host.memory_bytes / (_MOST_IN_FLIGHT * count)
-    groups: dict[tuple[object, ...], list[_Variant]] = {}
-    for variant in variants:
-        groups.setdefault((variant.strategy.mesh, *variant.policies), []).append(variant)
+    groups: dict[tuple[object, ...], list[_Variants]] = {}
+    for each in variants:
+        groups.setdefault((each.strategy.mesh, *each.policies), []).append(each)
     for group in groups.values():
-        costs = np.array([variant.rated(settings.in_flight, counted_bytes) for variant in group])
+        rated = [each.rated(settings.in_flight, counted_bytes) for each in group]
+        numbers = [(each, number) for each, own in zip(group, rated, strict=True) for number in range(len(own))]
+        costs = np.concatenate(rated)
         kept: list[int] = []
         for index in np.lexsort(costs.T[::-1]).tolist():
             if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():
                 kept.append(index)
-        yield from (group[index] for index in kept)
+        for index in kept:
+            each, number = numbers[index]
+            yield each.finish(layer, number)

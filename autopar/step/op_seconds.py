@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import lru_cache
 
 from autopar.cluster import OpTime
 from autopar.program import Op, Ref, TensorType
@@ -19,7 +20,8 @@ _KERNEL = Op("fused", "autopar.fused", (Ref("x"),), (), ("y",))
 _TIMED = ("layers", "scaled")  # sources of prices that come from whole layers, compiled if the run is
 
 
-def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> list[OpTime]:
+@lru_cache(maxsize=64)  # what runs and what it overlaps with are priced one after the other
+def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[OpTime, ...]:
     """Seconds of every op of a layer under a strategy, for one microbatch.
 
     Compiled, the seconds of a kernel are shared out among its ops as those of the ops are if they run alone; together
@@ -28,21 +30,19 @@ def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> l
     Raises:
         MissingPriceError: an op has no price.
     """
-    alone = [
-        prices.op_s(
-            op, state.work_types, state.result_types, is_differentiable(placed.program, op, training)
-        )
+    alone = tuple(
+        prices.op_s(op, state.work_types, state.result_types, is_differentiable(placed.program, op, training))
         for op, state in zip(placed.layer.ops, placed.states, strict=True)
-    ]  # fmt: skip
+    )
     if not training.compiled or any(time.source in _TIMED for time in alone):
         return alone
     fused = _fused(placed, training)
     joined = {node.op_index for node in fused.graph.nodes if node.fuses}
     forward_s = _shared_out(fused.forward, joined, [time.forward_s for time in alone], prices)
     backward_s = _shared_out(fused.backward, joined, [time.backward_s for time in alone], prices)
-    return [
+    return tuple(
         OpTime(ahead_s, back_s, time.source) for time, ahead_s, back_s in zip(alone, forward_s, backward_s, strict=True)
-    ]
+    )
 
 
 def fused_kernels(placed: PlacedLayer, training: TrainingSpec) -> tuple[FusedKernel, ...]:

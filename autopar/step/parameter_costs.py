@@ -19,8 +19,10 @@ it is, an addition of two tensors.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.placement import Axis, Layout, Step, local_shape
 from autopar.plan.prediction import LayerCost
@@ -45,8 +47,26 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class ParameterBytes:
+class CountedBytes(NamedTuple):
+    """Bytes of parameters as a search counts them, the fields of `LayerCost` with these names."""
+
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    transient_bytes: float = 0.0
+
+    @property
+    def static_bytes(self) -> float:
+        """What is there throughout training."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def cost(self) -> LayerCost:
+        """A layer's cost with nothing else."""
+        return LayerCost(**self._asdict())
+
+
+class ParameterBytes(NamedTuple):  # as `CountedBytes`: a search makes many, and constructors of dataclasses are slow
     """Bytes of one parameter.
 
     Args:
@@ -91,11 +111,11 @@ class ParameterBytes:
         """Whether its gradient would be reduced where it is, were it not in another dtype."""
         return self.is_sum_cast and not self.is_reordered
 
-    def counted_at(self, zero: int) -> LayerCost:
+    def counted_at(self, zero: int) -> CountedBytes:
         """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
         copied_bytes = self.copied_bytes
         own_bytes = self.sum_bytes if self.received_bytes else 0.0
-        return LayerCost(
+        return CountedBytes(
             parameter_bytes=self.stored_bytes + (copied_bytes if zero < 3 else 0.0),
             gradient_bytes=(0.0 if self.host_bytes else self.gradient_bytes) + (own_bytes if zero < 2 else 0.0),
             optimizer_bytes=self.optimizer_bytes,
@@ -177,26 +197,28 @@ def memory_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
     """
     others = (flow for flow in placed.flows.values() if flow.source == "state" and not flow.is_parameter)
     sizes = (placed.local_bytes(flow.value.type, placed.storage[flow.producer]) for flow in others)
-    costs = [LayerCost(parameter_bytes=sum(sizes))]
+    total = CountedBytes(sum(sizes, 0.0))
     for flow, part in layer_parameters(placed, training):
-        cost = part.counted_at(placed.zero)
+        counted = part.counted_at(placed.zero)
         if flow.value.name in placed.shared:
             where = placed.shared[flow.value.name]
-            cost = _without_shared(cost, shared_parameter_bytes(flow.value, where, training).counted_at(0))
-        costs.append(cost)
-    return sum(costs, LayerCost())
+            counted = _without_shared(counted, shared_parameter_bytes(flow.value, where, training).counted_at(0))
+        total = CountedBytes(*map(operator.add, total, counted))
+    return total.cost
 
 
-def _without_shared(cost: LayerCost, shared: LayerCost) -> LayerCost:
-    return LayerCost(
-        parameter_bytes=max(0.0, cost.parameter_bytes - shared.parameter_bytes),
-        gradient_bytes=max(0.0, cost.gradient_bytes - shared.gradient_bytes),
-        transient_bytes=cost.transient_bytes,
+def _without_shared(counted: CountedBytes, shared: CountedBytes) -> CountedBytes:
+    return CountedBytes(
+        parameter_bytes=max(0.0, counted.parameter_bytes - shared.parameter_bytes),
+        gradient_bytes=max(0.0, counted.gradient_bytes - shared.gradient_bytes),
+        transient_bytes=counted.transient_bytes,
     )
 
 
 def brought_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
     """Seconds to copy a layer's parameters to the device once, from the host's memory if they are stored there."""
+    if not training.host_storage:
+        return 0.0
     parts = (part for _, part in layer_parameters(placed, training))
     return sum(host_copy_s(part.brought_bytes, prices, training) for part in parts)
 
@@ -279,5 +301,5 @@ def shared_costs(
             step_s = parameter_step_s(value, mesh, layout, rate, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
-        costs[name] = SharedCost(step_s, own.counted_at(0), exchange_s)
+        costs[name] = SharedCost(step_s, own.counted_at(0).cost, exchange_s)
     return costs
