@@ -148,7 +148,10 @@ class Planner:
 
     def _traced_program(self, question: Question) -> tuple[Program, float, Expectations]:
         num_layers = layers_demanded(question.constraints, question.cluster.world_size)
-        key = (*question.shapes, question.precision, question.cluster.device.type, num_layers)
+        same = (*question.shapes, question.precision, question.cluster.device.type)
+        # A model with enough layers is not cut again: the same layers, of which a search may know the candidates.
+        uncut = self._traced.get((*same, 1))
+        key = (*same, 1 if uncut is not None and len(uncut[0].layers) >= num_layers else num_layers)
         if key not in self._traced:
             target = self.model(question)
             started = time.perf_counter()
