@@ -250,7 +250,7 @@ def _variants(
 
     known: dict[tuple[tuple[float], bool], tuple[float, ...]] = {}
     for cut, running in choices:
-        if not running:  # what it would offload has no room
+        if not (running and every):  # what would be offloaded has no room, or one device has nothing to shard
             continue
         hidden_s = np.array([overlapped(how, cost) for how, cost in running.items()])
         yield _Variants(policies, replace(strategy, pieces=cut), every, tuple(running.items()), hidden_s)
