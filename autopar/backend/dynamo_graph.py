@@ -146,11 +146,16 @@ def _argument_of(output: Any, holders: Sequence[fx.Node], arguments: Sequence[Gr
 
 def _is_same_memory(output: Any, holder: fx.Node) -> bool:
     """Whether both are the same entries of one tensor, without gradient."""
-    examples = [node.meta.get("example_value") for node in (output, holder) if isinstance(node, fx.Node)]
-    if len(examples) < 2 or any(type(x) is DTensor or not isinstance(x, Tensor) or x.requires_grad for x in examples):
-        return False
-    first, second = ((storage_key(x), x.shape, x.stride(), x.storage_offset(), x.dtype) for x in examples)
-    return first == second
+    found = [_entries(node) for node in (output, holder)]
+    return bool(found[0]) and found[0] == found[1]
+
+
+def _entries(node: Any) -> tuple[object, ...]:
+    """Which entries of which memory a plain tensor without gradient is; empty: it is something else."""
+    x = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.requires_grad:
+        return ()
+    return storage_key(x), x.shape, x.stride(), x.storage_offset(), x.dtype
 
 
 def _expected(output: Any) -> Expected | None:
