@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.attribute_owners import is_plain, is_record
 
-__all__ = ["Contents", "contents_of", "current_value", "has_contents", "is_compared"]
+__all__ = ["Contents", "contents_of", "current_value", "has_contents", "has_only_values", "is_compared"]
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
@@ -64,6 +64,13 @@ def is_compared(value: object) -> bool:
 def has_contents(value: object, contents: Contents) -> bool:
     """Whether `contents_of` the value would be these."""
     return _form(value, [], 0) == contents.form
+
+
+def has_only_values(value: object) -> bool:
+    """Whether there is nothing in it but plain values, so that a model can be traced with a copy."""
+    found: list[object] = []
+    _form(value, found, 0)
+    return not found
 
 
 def contents_of(value: object, *, copies: bool = False) -> Contents:

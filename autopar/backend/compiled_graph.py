@@ -62,12 +62,16 @@ class CompiledGraph:
     ) -> tuple[RunningGraph | None, tuple[Any, ...]]:
         """What runs the graph, and the values that it runs on: parameters may have been sharded."""
 
+        grad = torch.is_grad_enabled()
+
         def plan() -> tuple[RunningGraph | None, tuple[Any, ...]]:
-            planned = plan_graph(self._graph, values, options, session, trains=trains)
-            if planned is None:
-                return None, values
-            running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
-            return running, tuple(planned.replaced.get(id(value), value) for value in values)
+            # A DTensor can't be detached in inference mode, and what is kept here is for calls in other modes, too.
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                planned = plan_graph(self._graph, values, options, session, trains=trains)
+                if planned is None:
+                    return None, values
+                running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
+                return running, tuple(planned.replaced.get(id(value), value) for value in values)
 
         names = [*self._graph.names("input"), *self._graph.names("parameter")]
         return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)

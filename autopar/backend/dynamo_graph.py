@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.backend.sharding import whole_parameter
+from autopar.lower.compat import storage_key
 from autopar.trace import argument_source, is_wrapped_number, run_captured
 
 __all__ = ["CapturedGraph", "Expected", "GraphArgument", "make_module", "read_graph", "readable_name"]
@@ -107,15 +108,54 @@ def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture
         copies[node] = made
     outputs = _outputs(module.graph)
     return CapturedGraph(
-        fx.GraphModule(module, graph), tuple(arguments), classes,
-        tuple(holders.index(out) if out in holders else -1 for out in outputs),
+        _with_plain_bodies(fx.GraphModule(module, graph)), tuple(arguments), classes,
+        tuple(_argument_of(output, holders, arguments) for output in outputs),
         tuple(map(_expected, outputs)), any(map(_moves_dtensors, module.graph.nodes)),
     )  # fmt: skip
+
+
+def _with_plain_bodies(code: fx.GraphModule) -> fx.GraphModule:
+    """`code`, with graphs inside (of activation checkpoints) that take parameters whole."""
+    for name, body in list(code.named_children()):
+        if isinstance(body, fx.GraphModule):
+            graph = fx.Graph()
+            copies: dict[fx.Node, fx.Node] = {}
+            for node in body.graph.nodes:
+                is_read = node.target is whole_parameter
+                copies[node] = copies[node.args[0]] if is_read else graph.node_copy(node, copies.__getitem__)
+            code.add_module(name, _with_plain_bodies(fx.GraphModule(body, graph)))
+    return code
 
 
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
     node = next(node for node in graph.nodes if node.op == "output")
     return cast("Sequence[Any]", node.args[0])
+
+
+def _argument_of(output: Any, holders: Sequence[fx.Node], arguments: Sequence[GraphArgument]) -> int:
+    """The place of the argument that an output is, or -1.
+
+    It may be a buffer that the graph wrote to (``self.u = normalize(x, out=self.u)``): Dynamo sets the attribute to the
+    output, so that another tensor with the same values would take the buffer's place.
+    """
+    if output in holders:
+        return holders.index(output)
+    buffers = [place for place, argument in enumerate(arguments) if argument.role == "buffer"]
+    return next((place for place in buffers if _is_same_memory(output, holders[place])), -1)
+
+
+def _is_same_memory(output: Any, holder: fx.Node) -> bool:
+    """Whether both are the same entries of one tensor, without gradient."""
+    found = [_entries(node) for node in (output, holder)]
+    return bool(found[0]) and found[0] == found[1]
+
+
+def _entries(node: Any) -> tuple[object, ...]:
+    """Which entries of which memory a plain tensor without gradient is; empty: it is something else."""
+    x = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.requires_grad:
+        return ()
+    return storage_key(x), x.shape, x.stride(), x.storage_offset(), x.dtype
 
 
 def _expected(output: Any) -> Expected | None:

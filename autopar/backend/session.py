@@ -14,7 +14,7 @@ from autopar.backend.options import Options
 from autopar.backend.sharding import Replaced, check_replaced
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
-from autopar.lower.communication.consensus import agree
+from autopar.lower.communication.consensus import agree, is_own_error
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.torch_groups import open_group
 from autopar.lower.compat import make_mesh
@@ -97,6 +97,8 @@ class Session:
         except AutoparError:
             raise
         except RuntimeError as error:
+            if is_own_error(error):
+                raise
             raise BackendError(
                 f"rank {self.communicator.rank} plans a graph ({graph}), but not all ranks do ({error}). Dynamo must "
                 "compile the same graphs in the same order on every rank: pass the same batch everywhere, and let no "

@@ -54,6 +54,8 @@ _ASKS = (
     "it computes under torch.export. If that is not what the model computes when it is called, results differ"
 )
 # Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
+# Recurrent modules list their parameters again where these have been replaced, as a trace does.
+_SET_BY_RNNS = r"The tensor attributes? (self[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
 _MOST_ENTRIES = 64
 _FAILURES = ("_subclasses.fake_tensor", "export", "_export", "fx.experimental.symbolic_shapes")  # loggers of torch
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
@@ -248,6 +250,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
             warnings.filterwarnings("ignore", message="torch.compile is ignored when called inside torch.export")
+            warnings.filterwarnings("ignore", message=_SET_BY_RNNS)
             with ExitStack() as patches:
                 patches.enter_context(
                     torch_internals.intercept_autograd_functions(call_as_op, partial(note, _CHECKPOINTS))

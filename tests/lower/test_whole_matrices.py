@@ -62,7 +62,7 @@ class Lamb(PerParameter):
     """Adam, in steps as large as the parameter."""
 
     def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        if not state:
+        if "m" not in state:
             state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
         state["m"].lerp_(grad, 0.1)
         state["v"].lerp_(grad * grad, 0.01)
@@ -137,6 +137,26 @@ class PlainLion(Lion):
         return super().direction(p, grad, state)
 
 
+class Lookahead(Optimizer):
+    """Makes its steps by another optimizer, and then goes half of the way from where it was before."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        for p in every:
+            self.state[p].setdefault("slow", p.detach().clone())
+        self.inner.step(closure)
+        for p in every:
+            slow = self.state[p]["slow"]
+            slow.add_(p - slow, alpha=0.5)
+            p.copy_(slow)
+
+
 def matrices_and_rest(params: Iterable[nn.Parameter]) -> list[Any]:
     return [p for p in params if p.dim() == 2]
 
@@ -154,6 +174,8 @@ MAKE: dict[str, Make] = {
     "SOAP": Soap,
     "Lion": Lion,
     "Lion of plain tensors": PlainLion,
+    "Lookahead of LAMB": lambda params: Lookahead(Lamb(params)),
+    "Lookahead of SGD": lambda params: Lookahead(torch.optim.SGD(params, lr=1e-2)),
 }
 
 
@@ -272,8 +294,8 @@ def test_which_need_whole_parameters() -> None:
     def by_element(like: Tensor, dims: tuple[int, ...]) -> list[str]:
         return [name for name, make in MAKE.items() if works_on_slices(lambda p: make([p]), like, dims)]  # noqa: B023
 
-    assert by_element(matrix, (0, 1)) == ["Lion", "Lion of plain tensors"]
-    assert by_element(bias, (0,)) == ["Muon", "Shampoo", "SOAP", "Lion", "Lion of plain tensors"]
+    assert by_element(matrix, (0, 1)) == ["Lion", "Lion of plain tensors", "Lookahead of SGD"]
+    assert by_element(bias, (0,)) == ["Muon", "Shampoo", "SOAP", "Lion", "Lion of plain tensors", "Lookahead of SGD"]
     for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.SGD):
         assert works_on_slices(lambda p, kind=kind: kind([p]), matrix, (0, 1))
 

@@ -474,3 +474,8 @@ def test_tensors_that_share_memory_are_refused():
         model = Sharing()
         change(model)
         trace_model(model, {"x": torch.randn(8, 4)})
+
+
+def test_recurrent_modules_cause_no_warnings(recwarn):
+    trace(nn.LSTM(4, 4), (), {"input": torch.randn(3, 2, 4)})
+    assert not [str(each.message) for each in recwarn if "during export" in str(each.message)]

@@ -6,6 +6,7 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "attempt", "portable", "share"]
+__all__ = ["agree", "agree_equal", "attempt", "is_own_error", "portable", "share"]
 
 T = TypeVar("T")
 
@@ -68,6 +69,11 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return action(), None
     except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
         return None, error
+
+
+def is_own_error(error: Exception) -> bool:
+    """Whether an action of `agree` or `share` raised it on this rank, and not a collective in which ranks meet."""
+    return any(frame.f_code is attempt.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def portable(error: Exception | None) -> Exception | None:

@@ -30,8 +30,8 @@ from autopar.errors import MeshError
 from autopar.lower.compat import functions_by, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import (
-    check_one_stage,
     copy_deeply,
+    is_across_stages,
     is_write,
     set_data,
     set_grad,
@@ -48,7 +48,7 @@ from autopar.lower.parameters.known_meshes import (
     stages_of,
 )
 from autopar.lower.parameters.optimizer_state import refuse_file
-from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
 from autopar.tensor_questions import QUESTIONS
@@ -122,8 +122,9 @@ def end_step() -> None:
     if context is not None:
         context.__exit__(None, None, None)
     others, _STEP.others = _STEP.others, ()
-    for parameter, gradient in others:
-        parameter.grad = gradient
+    with native_functions():  # the same tensors as before: there is no layout to look at
+        for parameter, gradient in others:
+            parameter.grad = gradient
     set_apart(is_on=False)
 
 
@@ -159,9 +160,17 @@ def _on_stages(call: FunctionCall) -> Any:
     if order is not None:
         return norms(call, order)
     if stays_in_parts(call):
-        check_one_stage(call)
-        return _natively(call)
+        return _on_whole(call) if is_across_stages(call) else _in_parts(call)
     return _viewed(call, _gathered(call)) if _is_view(call) else _on_whole(call)
+
+
+def _in_parts(call: FunctionCall) -> Any:
+    """The function of each stage's parts; its results lie on the same stages."""
+    result = _natively(call)
+    holders = holders_of(call.known)
+    for x in find_tensors([result]):
+        note_holders(x, holders)
+    return result
 
 
 def _on_whole(call: FunctionCall) -> Any:

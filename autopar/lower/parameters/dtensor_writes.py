@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor, storage_key
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
 from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole, stages_of
-from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.other_stages import are_across_stages
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
 
-__all__ = ["check_one_stage", "copy_deeply", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_out"]
+__all__ = ["copy_deeply", "is_across_stages", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_out"]
 
 _AUGMENTED = frozenset({
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
@@ -42,24 +43,31 @@ def is_write(name: str) -> bool:
     return name.endswith("_") and name not in _NO_WRITES
 
 
-def check_one_stage(call: FunctionCall) -> None:
-    """Check that what is computed entry by entry lies on the same pipeline stages.
-
-    Only ranks that hold one of the operands can tell, so no rank can gather the others.
+def is_across_stages(call: FunctionCall) -> bool:
+    """Whether what is computed entry by entry lies on several pipeline stages, so that operands have to be gathered.
 
     Raises:
-        ModelError: operands are parameters of different stages.
+        ModelError: it does, but only ranks that hold one of the operands can tell, so that no rank can gather others.
     """
-    if call.name.startswith("_foreach_") or len(call.known) < 2:
-        return
-    of_stages = [x for x in call.known if stages_of(x) is not None]
-    if len({is_elsewhere(x) for x in of_stages}) > 1:
+    if len(call.known) < 2:
+        return False
+    lists: list[Any] = (
+        [x for x in call.args if isinstance(x, list | tuple)] if call.name.startswith("_foreach_") else []
+    )
+    return any(_are_across(call, operands) for operands in (zip(*lists, strict=True) if lists else [call.known]))
+
+
+def _are_across(call: FunctionCall, operands: Iterable[Any]) -> bool:
+    of_stages = [x for x in operands if isinstance(x, DTensor) and stages_of(x) is not None]
+    is_across = len(of_stages) > 1 and are_across_stages(of_stages)
+    if is_across is None:
         shapes = " and ".join(str(list(x.shape)) for x in of_stages)
         raise ModelError(
-            f"{call.name} of parameters (or what follows from them) of shapes {shapes}, which are in different "
-            "pipeline stages: on every rank pass x.full_tensor() of the one that is only read, or keep such parameters "
-            "together with constraints='pipeline=1'"
+            f"{call.name} of what was computed of parameters, of shapes {shapes}, which are in different pipeline "
+            "stages: on every rank pass x.full_tensor() of the one that is only read, or keep such parameters together "
+            "with constraints='pipeline=1'"
         )
+    return is_across
 
 
 def write(call: FunctionCall) -> Any:
@@ -86,8 +94,7 @@ def _write_dtensors(call: FunctionCall, target: DTensor) -> Any:
     """All operands are on one mesh."""
     if call.name == "__setitem__" or (stages_of(target) is not None and not _stays_in_parts(call, target)):
         return _write_whole(call, target)
-    check_one_stage(call)
-    if any(placements_of(x) != placements_of(target) for x in call.known if x.dim()):
+    if is_across_stages(call) or any(placements_of(x) != placements_of(target) for x in call.known if x.dim()):
         return _write_laid(call, target)
     try:
         return call.natively()
@@ -132,7 +139,7 @@ def _write_whole(call: FunctionCall, target: DTensor) -> Any:
 
 def _write_each(call: FunctionCall) -> None:
     """``torch._foreach_...``: each tensor of the list by its own operands."""
-    if not call.is_mixed():
+    if not call.is_mixed() and not is_across_stages(call):
         try:
             call.natively()
         except NotImplementedError:

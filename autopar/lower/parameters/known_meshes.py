@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_tensor
-from autopar.lower.parameters.other_stages import StageTensors, is_elsewhere
+from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
 
 __all__ = [
     "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "placements_of",
@@ -189,8 +189,13 @@ def laid_as(x: Tensor, like: DTensor) -> DTensor:
     """`x`, of the shape of `like`, laid out as it is, without gradient.  A plain tensor is the same on every rank."""
     if isinstance(x, DTensor):
         untyped: Any = x
-        if placements_of(x) == placements_of(like) and torch.equal(untyped.device_mesh.mesh, like.device_mesh.mesh):
-            return x if untyped.device_mesh == like.device_mesh else dtensor_like(local_tensor(x).detach(), like)
+        if stages_of(like) is not None and stages_of(x) is not None and are_across_stages([x, like]):
+            return laid_as(read_whole(untyped.detach()), like)
+        if placements_of(x) == placements_of(like):
+            if untyped.device_mesh == like.device_mesh:
+                return x
+            if torch.equal(untyped.device_mesh.mesh, like.device_mesh.mesh):  # takes longer: the ranks are computed
+                return dtensor_like(local_tensor(x).detach(), like)
         if untyped.device_mesh == like.device_mesh and stages_of(like) is None:
             return untyped.detach().redistribute(like.device_mesh, placements_of(like))
         x = read_whole(untyped.detach())

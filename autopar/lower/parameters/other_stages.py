@@ -30,7 +30,10 @@ from autopar.lower.compat import (
 )
 from autopar.placement import Axis, Layout, sharded_axes
 
-__all__ = ["StageTensors", "empty_part", "is_elsewhere", "layout_of"]
+__all__ = ["StageTensors", "are_across_stages", "empty_part", "holders_of", "is_elsewhere", "layout_of", "note_holders"]
+
+_HOLDERS = "autopar_holders"
+"""The attribute of a DTensor that is the device groups that have parts of it: ranks of other groups know it, too."""
 
 
 def is_elsewhere(x: Tensor | None) -> bool:
@@ -44,6 +47,26 @@ def is_elsewhere(x: Tensor | None) -> bool:
 def empty_part(x: Tensor) -> Tensor:
     """A local part without elements for a tensor like `x`, with as many dims where it can have any."""
     return x.new_empty((0, *x.shape[1:]))
+
+
+def note_holders(x: Tensor, groups: tuple[int, ...] | None) -> None:
+    """`x`, a parameter or what was computed of it entry by entry, has its entries on these device groups."""
+    if groups is not None:
+        vars(x)[_HOLDERS] = groups
+
+
+def holders_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The device groups that hold these, if all of them are known and the same."""
+    known = {vars(x).get(_HOLDERS) for x in tensors}
+    return known.pop() if len(known) == 1 else None
+
+
+def are_across_stages(tensors: Sequence[Tensor]) -> bool | None:
+    """Whether these, of pipeline stages, lie on different stages; None: they do, but only ranks of these know."""
+    known = {vars(x).get(_HOLDERS) for x in tensors}
+    if None not in known:
+        return len(known) > 1
+    return None if len(set(map(is_elsewhere, tensors))) > 1 else False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from autopar.lower.compat import (
 )
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.materialize import Draws
-from autopar.lower.parameters.other_stages import empty_part, layout_of
+from autopar.lower.parameters.other_stages import empty_part, layout_of, note_holders
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, reshard
@@ -173,7 +173,9 @@ def make_store(
         part = local_part(whole, entry.layout, sizes, communicator) if is_here else empty_part(whole)
         part = part.contiguous() if host is None else host.home(part.contiguous())
         dtensor = make_dtensor(part, parameter_mesh, entry.layout, entry.shape, entry.stride)
-        return nn.Parameter(dtensor, requires_grad=requires_grad)
+        parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
+        note_holders(parameter, entry.groups)
+        return parameter
 
     def keep_drawn(name: str, whole: Tensor) -> None:
         if name in stored:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.attribute_contents import has_only_values
 from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import whole_copy
@@ -139,6 +140,8 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             begin_step(_parameters_of(optimizer), is_native=type(optimizer).__name__ not in _BY_MASKS)
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
+    if _has_another(optimizer):
+        return
     every = _parameters_of(optimizer)
     if not any(isinstance(p, DTensor) for p in every):
         return  # without a look at each module's parameters: trials make dozens of such steps
@@ -150,6 +153,18 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _SWAPS[optimizer] = swaps
     if not is_joint:
         begin_step(every, is_native=False)
+
+
+def _has_another(optimizer: Optimizer) -> bool:
+    """Whether it makes its steps by another optimizer, as Lookahead and SAM do.
+
+    That one's steps are watched as well, and functions of parameters outside of them are those of one device.  A trial
+    of the outer one would make steps of the inner one, on the user's own parameters.
+    """
+    own = [x for name, x in vars(optimizer).items() if name not in ("state", "param_groups")]
+    inside = [y for x in own if isinstance(x, dict) for y in cast("dict[Any, Any]", x).values()]
+    inside += [y for x in own if isinstance(x, list | tuple) for y in cast("list[Any]", x)]
+    return any(isinstance(x, Optimizer) for x in (*own, *inside))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -226,6 +241,7 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) ->
     kind, settings = type(optimizer), copy.deepcopy({name: x for name, x in group.items() if name != "params"})
     own = {name: x for name, x in vars(optimizer).items() if not (callable(x) and callable(getattr(kind, name, None)))}
     own |= {name: OrderedDict[Any, Any]() for name in own if name.endswith("_hooks")}
+    own |= {name: copy.deepcopy(x) for name, x in own.items() if type(x) is Tensor or has_only_values(x)}  # counters
 
     def make(*parameters: nn.Parameter) -> Optimizer:
         made: Any = object.__new__(kind)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from autopar.attribute_contents import Contents, contents_of, has_contents, is_compared
+from autopar.attribute_contents import Contents, contents_of, has_contents, has_only_values, is_compared
 from autopar.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 from autopar.errors import ModelError
 
@@ -155,7 +155,7 @@ def _kept(value: Any) -> Any:
 
 
 def _is_settable(value: Any) -> bool:
-    return is_plain(value) or (is_compared(value) and contents_of(value, copies=True).value is not None)
+    return is_plain(value) or (is_compared(value) and has_only_values(value))
 
 
 def _is_equal(value: Any, before: Any) -> bool:
