@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from autopar.api import ExampleInputs
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import on_gradient, run_backward
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import LayerProgram
 from autopar.plan import Decisions, Plan, PlannedLayer
 from autopar.program import Layer, Program
 from autopar.step.local_layer import whole_strategy
@@ -57,37 +59,31 @@ def observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs)
     `plan` must have one microbatch and no recomputation.
     """
 
-    def action(parallel: ParallelModule) -> Observed:
-        observed = Observed({}, {})
-        _observe_layers(parallel, observed)
+    ranks = [Observed({}, {}) for _ in range(plan.world_size)]
+    starts = itertools.accumulate((len(layer.ops) for layer in traced.program.layers), initial=0)
+    layers = dict(zip(starts, traced.program.layers, strict=False))
+
+    def action(parallel: ParallelModule) -> None:
+        for runner in parallel.layer_runners:
+            _observe(runner.program, layers, ranks)
         loss = loss_of(parallel(**inputs) if isinstance(inputs, Mapping) else parallel(*inputs))
         run_backward(loss)
-        return observed
 
-    return run_ranks(model, traced, plan, action)
+    run_ranks(model, traced, plan, action)
+    return ranks
 
 
-def _observe_layers(parallel: ParallelModule, observed: Observed) -> None:
-    """Make all layer programs of `parallel` run in observers; layers that share a program run in order."""
-    layers: dict[int, Iterator[Layer]] = {}
-    users: dict[int, list[Layer]] = {}
-    for runner in parallel.layer_runners:
-        users.setdefault(id(runner.program.module), []).append(runner.layer)
-    for runner in parallel.layer_runners:
-        module = runner.program.module
-        if id(module) in layers:
-            continue
-        layers[id(module)] = iter(users[id(module)])
-        first = runner.program.layer
+def _observe(program: LayerProgram, layers: Mapping[int, Layer], ranks: Sequence[Observed]) -> None:
+    """Make a layer program, which layers and simulated ranks may share, run in an observer for whoever calls it."""
+    first = tuple(itertools.chain.from_iterable(op.results for op in program.layer.ops))
 
-        def run(*args: Any, module: fx.GraphModule = module, first: Layer = first) -> Any:
-            layer = next(layers[id(module)])
-            names_in_layer = itertools.chain.from_iterable(op.results for op in layer.ops)
-            names_in_program = itertools.chain.from_iterable(op.results for op in first.ops)
-            names = dict(zip(names_in_program, names_in_layer, strict=True))
-            return _Observer(module, names, observed).run(*args)
+    def run(*args: Any) -> Any:
+        context: LayerContext = args[-1]
+        results = itertools.chain.from_iterable(op.results for op in layers[context.first_op].ops)
+        names = dict(zip(first, results, strict=True))
+        return _Observer(program.module, names, ranks[context.communicator.rank]).run(*args)
 
-        module.forward = run  # type: ignore[method-assign]
+    program.module.forward = run  # type: ignore[method-assign]
 
 
 def single_device_plan(program: Program) -> Plan:

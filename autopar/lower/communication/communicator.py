@@ -7,9 +7,9 @@ Both know `Axis` objects, never process groups by name, so a program is the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from autopar.lower.communication.transport import Transport
 from autopar.placement import Axis
 
 __all__ = ["Communicator", "TracedCommunicator"]
+
+T = TypeVar("T")
 
 
 class Communicator(Transport):
@@ -83,6 +85,13 @@ class Communicator(Transport):
             yield
         finally:
             self._purpose = before
+
+    def made_once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, which depends on `key` alone; ranks that share a process make it once.
+
+        It must not communicate.
+        """
+        return make()
 
     def traced(self) -> TracedCommunicator:
         """A communicator for the time in which a program is traced, to be compiled."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class _Room:
         self.waiting: dict[int, str] = {}  # rank -> what for
         self.done: set[int] = set()
         self.error: BaseException | None = None
+        self.making = threading.Lock()
+        self.made: dict[Hashable, Any] = {}  # guarded by `making`
 
     def meet(self, rank: int, group: tuple[int, ...], what: str, x: Tensor) -> list[Tensor]:
         """Bring `x`, wait for the others of `group`, get everybody's tensor by coordinate (read only)."""
@@ -206,6 +208,12 @@ class ThreadCommunicator(Communicator):
         """`room` is shared by the ranks of one simulation."""
         super().__init__(rank, room.world_size, device)
         self._room = room
+
+    def made_once(self, key: Hashable, make: Callable[[], T]) -> T:
+        with self._room.making:
+            if key not in self._room.made:
+                self._room.made[key] = make()
+            return cast("T", self._room.made[key])
 
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         road = _Road(axis, self.rank, axis.group(self.rank)[to])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.parameters.store import ParameterStore
@@ -40,9 +40,14 @@ class HoistedValues:
         self._names = tuple(name for name in needed if name in results)
         layer = Layer("once a step", len(program.kinds), ops, inputs=(), state=read, outputs=self._names)
         device = context.communicator.device
-        self.module = layer_program(program, layer, whole_strategy(layer), device=str(device)).module
-        self.module.graph.eliminate_dead_code()
-        self.module.recompile()
+
+        def make() -> tuple[fx.GraphModule, Program]:
+            module = layer_program(program, layer, whole_strategy(layer), device=str(device)).module
+            module.graph.eliminate_dead_code()
+            module.recompile()
+            return module, program  # whose identity stands for it in the key
+
+        self.module, _ = context.communicator.made_once(("once a step", id(program), self._names), make)
         self._store = store
         self._context = context
         self._buffers = {

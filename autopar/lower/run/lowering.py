@@ -239,12 +239,22 @@ class Lowering:
     ) -> tuple[LayerProgram, KeepingProgram | None]:
         key = (kind, number, arrivals)
         if key not in self.programs:
-            first = next(layer for layer in self.program.layers if layer.kind == kind)
-            lowered = layer_program(
-                self.program, first, strategy, self.num_microbatches, arrivals, str(self.communicator.device)
-            )
-            self.programs[key] = lowered, keeping_program(lowered, compiled=self.compile_layers)
+            # Simulated ranks share programs: emitting and compiling them is a quarter of a short run.
+            shared = (id(self.program), kind, strategy, self.num_microbatches, arrivals)
+            make = partial(self._make_program, kind, strategy, arrivals)
+            lowered, keeping, _ = self.communicator.made_once(shared, make)
+            self.programs[key] = lowered, keeping
         return self.programs[key]
+
+    def _make_program(
+        self, kind: int, strategy: LayerStrategy, arrivals: tuple[Placement, ...]
+    ) -> tuple[LayerProgram, KeepingProgram | None, Program]:
+        """A layer program with its variants, and what its identity stands for in the key, which must not be reused."""
+        first = next(layer for layer in self.program.layers if layer.kind == kind)
+        lowered = layer_program(
+            self.program, first, strategy, self.num_microbatches, arrivals, str(self.communicator.device)
+        )
+        return lowered, keeping_program(lowered, compiled=self.compile_layers), self.program
 
     def _parameters(self, entries: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
         names = [self.program.parameters[name] for _, name, _ in entries]
