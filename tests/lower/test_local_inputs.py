@@ -59,7 +59,8 @@ def on_ranks(
     name: str, act: Callable[[ParallelModule, dict[str, Any]], Any], num_microbatches: int = 1, *, is_local: bool = True
 ) -> list[Any]:
     model, inputs, traced = traced_model(name)
-    plan = data_plan(traced.program)
+    plan = data_plan(traced.program, num_microbatches)
+    assert plan.num_microbatches == num_microbatches
 
     def rank(communicator: Communicator) -> Any:
         return act(local(model, inputs, traced, plan, communicator, is_local=is_local), dict(inputs))
@@ -67,9 +68,7 @@ def on_ranks(
     return simulate(4, rank)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_microbatches"), [("plain_gpt", 1), ("plain_gpt", 2), ("bert", 1), ("bert", 2), ("unet", 1)]
-)
+@pytest.mark.parametrize(("name", "num_microbatches"), [("plain_gpt", 2), ("bert", 1), ("unet", 1)])
 def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_microbatches: int) -> None:
     model, inputs, _ = traced_model(name)
     expected = train_single(model, inputs, steps=1)

@@ -156,7 +156,7 @@ def test_random_strategies_offload(schedule: str) -> None:
 
     who = subject("llama", torch.float64)
     program = who.traced.program
-    for seed in range(2):
+    for seed in range(1 if schedule else 2):
         plan = random_plan(program, 2, seed, 2 if schedule else 1, joins_outputs=bool(schedule))
         ways = ("offload", "selective+offload", "full+offload")
         strategies = tuple(replace(s, recompute=ways[n % 3]) for n, s in enumerate(plan.strategies, seed))

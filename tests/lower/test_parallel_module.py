@@ -38,9 +38,7 @@ def edited(plan: Plan, **changes: Any) -> Plan:
     return plan.with_decisions(strategies=tuple(replace(strategy, **changes) for strategy in plan.strategies))
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("flat", 0), ("plain_gpt", 0), ("plain_gpt", 1), ("unet", 0), ("contrastive", 1), ("frozen", 1)]
-)
+@pytest.mark.parametrize(("name", "seed"), [("plain_gpt", 0), ("frozen", 1)])
 def test_random_plans_train_as_one_device(name: str, seed: int) -> None:
     model, inputs, traced = traced_model(name)
     plan = random_plan(traced.program, 4, seed)

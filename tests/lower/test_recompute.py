@@ -2,8 +2,10 @@
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.program import recompute
 from autopar.lower.program.saved_tensors import SavedTensor
 from autopar.ops import is_cheap
 from autopar.placement import REPLICATE, shard
@@ -74,19 +77,31 @@ def is_parameter(program: Program, name: str) -> bool:
     return program.values[name].role == "parameter" and bool(program.type_of(name).shape)
 
 
-def kept_bytes() -> int:
-    """Bytes that boxes keep for backward, each storage once."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        # Not isinstance, which is slow for the lazy modules among some millions of objects.
-        if type(thing) is SavedTensor and thing.tensor is not None:
-            storage = thing.tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+class Kept(SavedTensor):
+    """Those that are there."""
+
+    alive: ClassVar[WeakSet[SavedTensor]] = WeakSet()
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.alive.add(self)
 
 
-def test_selective_recomputation_keeps_less() -> None:
+@pytest.fixture
+def kept_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many bytes boxes keep for backward, each storage once."""
+    monkeypatch.setattr(recompute, "SavedTensor", Kept)
+    Kept.alive.clear()
+
+    def count() -> int:
+        gc.collect()
+        storages = [box.tensor.untyped_storage() for box in Kept.alive if box.tensor is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    return count
+
+
+def test_selective_recomputation_keeps_less(kept_bytes: Callable[[], int]) -> None:
     model = Wide()
     inputs = {"x": torch.randn(64, 32)}
     traced, plan = whole_plan(model, inputs, 1, recompute="selective")
@@ -94,9 +109,8 @@ def test_selective_recomputation_keeps_less() -> None:
 
     def run(communicator: Any) -> int:
         parallel = build(model, traced, plan, communicator)
-        before = kept_bytes()  # of tests that ran earlier in this process
         loss = parallel(**inputs)
-        kept = kept_bytes() - before
+        kept = kept_bytes()
         loss.backward()
         return kept
 
@@ -109,12 +123,11 @@ def test_selective_recomputation_keeps_less() -> None:
     ("recompute", "zero"),
     [("selective", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("selective", 0), ("none", 3)))],
 )
-def test_nothing_stays_when_backward_never_runs(recompute: str, zero: int) -> None:
+def test_nothing_stays_when_backward_never_runs(recompute: str, zero: int, kept_bytes: Callable[[], int]) -> None:
     model, inputs = make("flat")
     traced, plan = whole_plan(model, inputs, 2, recompute=recompute, zero=zero)
-    before = kept_bytes()
     simulate(2, lambda c: build(model, traced, plan, c)(**inputs).item())
-    assert kept_bytes() == before
+    assert kept_bytes() == 0
 
 
 def saved_in_eager(model: nn.Module, inputs: Any) -> int:

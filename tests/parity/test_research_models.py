@@ -167,5 +167,4 @@ def test_it_trains_as_on_one_device(call: Call) -> None:
     torch.manual_seed(0)
     ids = torch.stack([torch.randperm(12)[:6] for _ in range(4)])
     who = trained_alone(Network(call).double(), {"x": torch.randn(4, 6, 8).double(), "ids": ids})
-    for seed in (0, 1):
-        assert_parity(who, random_plan(who.traced.program, 2, seed), priced=False)
+    assert_parity(who, random_plan(who.traced.program, 2, CALLS.index(call)), priced=False)
