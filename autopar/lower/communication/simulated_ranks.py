@@ -210,6 +210,7 @@ class ThreadCommunicator(Communicator):
         self._room = room
 
     def made_once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What the first rank's `make` returned."""
         with self._room.making:
             if key not in self._room.made:
                 self._room.made[key] = make()
