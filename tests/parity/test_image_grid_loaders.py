@@ -89,7 +89,7 @@ def example_of(rows: int, grids: list[Grid]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "asked"), [("qwen2", "data=2"), ("qwen2.5", "data=2"), ("qwen3", "tensor=2")])
+@pytest.mark.parametrize(("kind", "asked"), [("qwen2.5", "data=2"), ("qwen3", "tensor=2")])  # qwen2: on gloo, below
 def test_images_train_as_on_one_device(kind: str, asked: str) -> None:
     skip_before_transformers_5("the configuration is another one")
     model: Any = small(kind)

@@ -125,15 +125,21 @@ class Attributes:
             own = self._now(joined(part, path) if path else part)
             vars(owner).update({name: x for name, x in own.items() if name not in _NEVER and _is_settable(x)})
 
-    def check(self) -> None:
-        """Raise ModelError if one that programs were made with is something that none can be made with now."""
-        for path, name, value in self.changed():
+    def usable_settings(self) -> Settings:
+        """Those of `changed`, with all of which a program can be made.
+
+        Raises:
+            ModelError: one that programs were made with is something that none can be made with now.
+        """
+        changed = self.changed()
+        for path, name, value in changed:
             if isinstance(value, _Other):
                 raise ModelError(
                     f"forward reads the attribute {joined(path, name)!r}, {value.text}. Only numbers, flags and text "
                     "may change, and lists, dicts and sets of these: pass it to the call, or register a tensor with "
                     "register_buffer before autopar.parallelize"
                 )
+        return changed
 
 
 def settings_text(settings: Settings) -> str:

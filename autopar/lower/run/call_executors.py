@@ -145,8 +145,8 @@ class CallExecutors:
             InputShapeError: the inputs are others than planned for, and there is no planner.
             ModelError: an attribute that forward reads is an object now.
         """
-        self.attributes.check()
-        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        settings = self.attributes.usable_settings()
+        known = self._look_up(args, kwargs, settings, is_training=is_training, part=part)
         if known is None:
             return None
         call, executor, tensors = known
@@ -156,10 +156,9 @@ class CallExecutors:
         return executor, tensors
 
     def _look_up(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], settings: Settings, *, is_training: bool, part: str
     ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
         known = self._known.setdefault((self._mode(is_training), part, self.autocast), [])
-        settings = self.attributes.changed()
         for place, (call, executor) in enumerate(known):
             if executor.executable.settings != settings:
                 continue
@@ -183,7 +182,8 @@ class CallExecutors:
             InputShapeError: the model can't be called so.
             AutoparError: it can't be traced or planned, or the module was lowered for training only.
         """
-        known = self._look_up(args, kwargs, is_training=is_training, part=part)
+        settings = self.attributes.changed()
+        known = self._look_up(args, kwargs, settings, is_training=is_training, part=part)
         return self._make_known(args, kwargs, self._mode(is_training), part) if known is None else known[0]
 
     def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> PlannedCall:
