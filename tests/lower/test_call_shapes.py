@@ -22,7 +22,6 @@ def train_on(name: str, world: int, constraints: tuple[str, ...], others: list[d
         ("plain_gpt", 2, "data=2 zero=3"),
         pytest.param("plain_gpt", 2, "data=2 microbatches=2 zero=2 recompute=full", marks=pytest.mark.slow),
         pytest.param("llama", 4, "data=2 tensor=2 zero=1", marks=pytest.mark.slow),
-        pytest.param("deep_gpt2", 2, "pipeline=2 schedule=1f1b microbatches=4", marks=pytest.mark.slow),
         pytest.param("unet", 2, "data=2 zero=3", marks=pytest.mark.slow),
         pytest.param("t5", 2, "tensor=2", marks=pytest.mark.slow),
         pytest.param("deep_llama", 4, "pipeline=2 schedule=zbv microbatches=4 data=2 zero=2", marks=pytest.mark.slow),

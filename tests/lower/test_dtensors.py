@@ -83,8 +83,8 @@ def check_training(rank: int, mesh_sizes: tuple[int, ...], name: str, got: list[
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_train_dtensors_without_a_process_group(name: str):
     mesh_sizes = (2, 2, 2)
-    # One rank after the other: none communicates, and DTensor remembers what it knows of an op by thread.  Parity tests
-    # on simulated ranks have optimizers in many threads.
+    # One rank after the other: none communicates, and DTensor remembers what it knows of an op by thread.
+    # `test_submodule_calls` and others step DTensors in several threads.
     for rank in range(8):
         mesh = make_mesh(mesh_sizes, range(8), "cpu", rank=rank)
         check_training(rank, mesh_sizes, name, train_locally(rank, mesh_sizes, mesh, name))
