@@ -71,7 +71,9 @@ class SearchContext:
     settled: dict[int, LayerDemands] = field(default_factory=dict[int, LayerDemands])
     facts: LayerFacts = field(default_factory=LayerFacts)
     known_reruns: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
-    known_seconds: dict[bool, dict[int, list[OpTime]]] = field(default_factory=dict[bool, dict[int, list[OpTime]]])
+    known_seconds: dict[bool, dict[int, tuple[OpTime, ...]]] = field(
+        default_factory=dict[bool, dict[int, tuple[OpTime, ...]]]
+    )
     inner_sizes: frozenset[int] = frozenset()
 
     def reruns(self, kind: int) -> tuple[str, ...]:
@@ -212,11 +214,11 @@ class SearchContext:
         )
 
     @property
-    def whole_s(self) -> dict[int, list[OpTime]]:
+    def whole_s(self) -> dict[int, tuple[OpTime, ...]]:
         """Per kind of layers, the seconds of each op on one device."""
         return self._whole_s(self.request.training)
 
-    def _whole_s(self, training: TrainingSpec) -> dict[int, list[OpTime]]:
+    def _whole_s(self, training: TrainingSpec) -> dict[int, tuple[OpTime, ...]]:
         if training.compiled not in self.known_seconds:
             wholes = {layer.kind: place_whole(self.program, layer) for layer in self.program.kinds}
             self.known_seconds[training.compiled] = {
