@@ -21,8 +21,8 @@ class LayerCost:
     them that computes gradients of parameters alone.  Bytes are per device.  `saved_bytes` are those of one microbatch
     in flight, `split_bytes` those of one between the two parts of a split backward: gradients that the second part
     reads.  `leave_s` and `return_s` are the exposed seconds of copies to the host's memory and back (by which they take
-    longer than the compute that they overlap with), `copies_s` all their seconds, one way, and `host_bytes` the host's
-    memory for one microbatch in flight.
+    longer than the compute and the collectives of activations that they overlap with), `copies_s` all their seconds,
+    one way, and `host_bytes` the host's memory for one microbatch in flight.
     """
 
     forward_s: float = 0.0

@@ -41,10 +41,12 @@ class SchedulePaths(NamedTuple):
     Args:
         counts: ``[path, stage, cost]``: how many F, B, I, W, SEND_F, SEND_B of each stage the path has.
         group: for each path, the device group that runs most of its actions.
+        begins: for each path, the device group on which it begins.
     """
 
     counts: Array
     group: npt.NDArray[np.intp]
+    begins: npt.NDArray[np.intp]
 
 
 class _Graph(NamedTuple):
@@ -69,26 +71,33 @@ def schedule_paths(actions: ScheduleActions, num_stages: int) -> SchedulePaths:
 
     For each stage they include the longest chain to its first forward that then stays on its device group, the one that
     stays there up to its last backward, and the longest ones through either of these actions.  Further ones are the
-    longest chains where work is distributed over the stages as is best by the chains so far.
+    longest chains where work is distributed over the stages as is best by the chains so far; and those that begin with
+    the first action of a device group, which may wait for something else than other groups (its parameters).
     """
     graph = _build_graph(actions)
     cost_s = seconds_of(_TYPICAL_COST)
     node_s = [cost_s[cost % len(COSTS)] for cost in graph.costs]
     previous, following = _longest(node_s, graph.inputs)[0], _longest_onwards(node_s, graph.readers)
     chains: set[bytes] = set()
+    alone: list[Array] = []
     for nodes in graph.computed:
         for first, last in _ends_of_stages(graph, nodes):
             on_group = nodes[nodes.index(first) :], nodes[: nodes.index(last) + 1]
             for middle in (*on_group, [first], [last]):
                 chain = [*_follow(previous, middle[0]), *middle, *_follow(following, middle[-1])]
                 chains.add(_count(graph, chain, num_stages).tobytes())
+        last = max(nodes.index(last) for _, last in _ends_of_stages(graph, nodes))
+        for middle in (nodes[:1], nodes[: last + 1]):
+            alone.append(_count(graph, [*middle, *_follow(following, middle[-1])], num_stages))
     counts = np.stack([np.frombuffer(chain) for chain in sorted(chains)]).reshape(-1, num_stages, len(COSTS))
     counts = _with_longest(graph, counts, np.array(cost_s))
+    begins = np.concatenate([np.full(len(counts), _first_group(graph)), np.repeat(np.arange(len(actions)), 2)])
+    counts = np.concatenate([counts, np.stack(alone).reshape(-1, num_stages, len(COSTS))])
     work = np.zeros((len(counts), len(actions)))
     for group, group_actions in enumerate(actions):
         stages = sorted({action.stage for action in group_actions})
         work[:, group] = counts[:, stages, : COSTS["W"] + 1].sum(axis=(1, 2))
-    return SchedulePaths(counts, work.argmax(axis=1))
+    return SchedulePaths(counts, work.argmax(axis=1), begins)
 
 
 @lru_cache(maxsize=64)
@@ -161,6 +170,11 @@ def _with_longest(graph: _Graph, counts: Array, cost_s: Array) -> Array:
             continue
         counts = np.concatenate([counts, _count(graph, chain, num_stages).reshape(1, num_stages, -1)])
     return counts
+
+
+def _first_group(graph: _Graph) -> int:
+    """The device group that waits for no other before its first action, on which every longest chain begins."""
+    return next(group for group, nodes in enumerate(graph.computed) if not graph.inputs[nodes[0]])
 
 
 def _longest_chain(graph: _Graph, node_s: Sequence[float]) -> tuple[list[int], float]:

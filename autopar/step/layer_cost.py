@@ -228,7 +228,7 @@ def running_costs(
         forward_s[index] = count * time.forward_s
         backward_s += count * time.backward_s
         weight_s += count * time.backward_s * weight_share(placed.program, op)
-    activation_s = parameter_s = again_s = ahead_s = 0.0
+    activation_s = parameter_s = again_s = ahead_s = activations_ahead_s = 0.0
     runs = list(running_collectives(placed, training, prices, reruns=training.is_training and training.reruns))
     for run in runs:
         seconds = run.times * run_s(run, prices)
@@ -239,6 +239,7 @@ def running_costs(
             weight_s += seconds if run.phase == "backward" else 0.0
         else:
             activation_s += seconds
+            activations_ahead_s += seconds if run.phase == "forward" else 0.0
         ahead_s += seconds if run.phase == "forward" else 0.0
     costs: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
@@ -247,8 +248,13 @@ def running_costs(
         recompute_s = sum(seconds for is_again, seconds in rerun if is_again)
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         copies_s = count * offload_s(memory, prices)
+        # Copies go on while activations are communicated (`autopar.step.simulate.Streams`).
         leave_s, return_s = (
-            prices.host.exposed_s(copies_s, overlapped_s) for overlapped_s in (sum(forward_s), backward_s + recompute_s)
+            prices.host.exposed_s(copies_s, overlapped_s)
+            for overlapped_s in (
+                sum(forward_s) + activations_ahead_s,
+                backward_s + recompute_s + activation_s - activations_ahead_s,
+            )
         )
         costs[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,

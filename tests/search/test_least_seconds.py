@@ -69,6 +69,19 @@ def test_no_step_takes_less_than_the_least(monkeypatch: pytest.MonkeyPatch, cons
     assert min(seconds / least_s for seconds, least_s in pairs) < 1.2, "the bounds say nothing"
 
 
+def test_copies_to_the_host_overlap_with_collectives_of_activations() -> None:
+    """As in simulated steps, which so take no longer than what their layers take by themselves."""
+    prices = TablePrices(devices_per_node=2, host_link=HostLink(1e6, memory_bytes=1e12))
+    constraints = ("tensor=4", "zero=0", "offload=activations", "pipeline=1", "microbatches=1")
+    plan = search(PROGRAM, 4, prices, SearchRequest(None, TrainingSpec(), constraints))
+    costs = [each for each in plan.prediction.costs if each.copies_s and each.forward_comm_s]
+    assert costs
+    for cost in costs:
+        exposed_s = prices.host.exposed_s(cost.copies_s, cost.forward_s + cost.forward_comm_s)
+        assert cost.leave_s == pytest.approx(exposed_s)
+        assert cost.leave_s < prices.host.exposed_s(cost.copies_s, cost.forward_s)
+
+
 @pytest.mark.parametrize(
     ("shape", "fill_share"),
     [

@@ -10,12 +10,19 @@ import pytest
 
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape, schedule_names, schedule_problem
-from autopar.schedules.action_lists import ScheduleActions, StageCost, count_flights, schedule_s, seconds_of
+from autopar.schedules.action_lists import (
+    ScheduleActions,
+    StageCost,
+    count_flights,
+    schedule_s,
+    seconds_of,
+    simulate_schedule,
+)
 from autopar.schedules.critical_paths import schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
+from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
 from autopar.step.stage_costs import pipeline_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
@@ -237,15 +244,65 @@ def test_no_chain_is_longer_than_the_step() -> None:
     random = np.random.default_rng(0)
     for shape in (Shape("1f1b", 4, 4, 8), Shape("interleaved_1f1b", 4, 8, 8), Shape("zbv", 4, 8, 8)):
         actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
-        chains = schedule_paths(actions, shape.num_stages).counts
+        chains = schedule_paths(actions, shape.num_stages)
         for _ in range(5):
             costs = random.uniform(0.5, 1.5, (shape.num_stages, 5))
             costs[:, 2] *= costs[:, 1] / 2
             stages = tuple(StageCost(*each) for each in costs.tolist())
-            longest_s = float(np.einsum("psk,sk->p", chains, [seconds_of(stage) for stage in stages]).max())
+            chains_s = np.einsum("psk,sk->p", chains.counts, [seconds_of(stage) for stage in stages])
             step_s = schedule_s(actions, stages)
-            assert longest_s <= step_s * (1 + 1e-12)
-            assert longest_s >= 0.7 * step_s
+            assert chains_s.max() <= step_s * (1 + 1e-12)
+            assert chains_s.max() >= 0.7 * step_s
+            # Groups that gather their parameters before their first action, the last one for longest.
+            begins_s = np.array([0.0, 3.0, 0.0, 40.0])
+            later_s = simulate_schedule(actions, stages, begins_s=begins_s.tolist()).step_s
+            assert (chains_s + begins_s[chains.begins]).max() <= later_s * (1 + 1e-12)
+            assert (chains_s + begins_s[chains.begins]).max() >= 0.85 * later_s > step_s
+
+
+@pytest.mark.parametrize("limit_bytes", [np.inf, 90.0])
+def test_what_a_bound_consists_of_adds_up(limit_bytes: float) -> None:
+    """Multipliers are improved by the seconds of chains and the excess of groups on the path that attains a bound."""
+    shape = Shape("interleaved_1f1b", 2, 4, 4)
+    tables = make_tables(5, 7, 3, shape.num_microbatches, limit_bytes=limit_bytes)
+    begin_s = np.array([0.5, 0.0, 1.0])
+    tables = replace(tables, layers=tuple(replace(each, begin_s=begin_s) for each in tables.layers))
+    problem = _Problem.of(tables, shape, shape.actions(schedule_actions), 4, ())
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        shares, memory_s = random.dirichlet(np.ones(len(problem.counts))), random.uniform(0, 5, len(problem.in_flight))
+        memory_s *= np.isfinite(limit_bytes)
+        bound_s, chains_s, excess = problem.value((shares, memory_s))
+        own_s = shares @ chains_s + (memory_s @ excess if len(excess) else 0.0)
+        assert own_s + tables.broadcast_s == pytest.approx(bound_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("seed", "num_microbatches"), [(14, 4), (2, 8)])
+def test_a_pipeline_of_equal_layers_is_found_with_equal_stages(seed: int, num_microbatches: int) -> None:
+    """A group's candidates are chosen by their sum, for which a mix is faster; but stages wait for each other."""
+    shape = Shape("interleaved_1f1b", 4, 16, num_microbatches)
+    random, nothing, state = np.random.default_rng(seed), np.zeros(4), np.zeros(4, dtype=np.intp)
+    saved_bytes = np.sort(random.uniform(0.2, 6, 4))[::-1]
+    forward_s = np.sort(random.uniform(1.0, 1.6, 4))
+    backward_s = np.sort(random.uniform(2, 3, 4))[random.permutation(4)]
+    layer = replace(
+        make_tables(seed, 1, 4, num_microbatches).layers[0], forward_s=forward_s, backward_s=backward_s,
+        saved_bytes=saved_bytes, weight_s=nothing, split_bytes=nothing, transient_bytes=nothing + 1, state_in=state,
+        state_out=state,
+    )  # fmt: skip
+    tables, bounds = CostTables(num_microbatches, 1, (layer,) * 16, (None,) * 15), tuple(range(17))
+    actions = shape.actions(schedule_actions)
+    equal = [path_stages(tables, shape, bounds, (row,) * 16, actions) for row in range(4)]
+    peaks = [max(stage.peak_memory_bytes for stage in stages) for stages in equal]
+    limit_bytes = 1.05 * sorted(peaks)[1]
+    found = search_shapes(replace(tables, limit_bytes=limit_bytes), shape).best
+    assert found is not None
+    fastest_s = min(
+        pipeline_step_s(shape, actions, stages)
+        for stages, peak in zip(equal, peaks, strict=True)
+        if peak <= limit_bytes
+    )
+    assert found.step_s <= fastest_s * (1 + 1e-9)
 
 
 def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:

@@ -21,7 +21,7 @@ from autopar.search.cost_tables import path_columns
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.stage_cuts import PipelineCuts
 
-__all__ = ["move_layers"]
+__all__ = ["fastest_of_shapes", "move_layers"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -35,7 +35,7 @@ _KINDS = [COSTS[kind] for kind in ("F", "B", "I", "W")]
 
 def move_layers(results: PipelineResults) -> None:
     """Add pipelines with a layer moved to another stage, which may be faster than the fastest, to the results."""
-    for pipeline in heapq.nsmallest(_SHAPES, _fastest_of_shapes(results), key=lambda each: each.step_s):
+    for pipeline in heapq.nsmallest(_SHAPES, fastest_of_shapes(results), key=lambda each: each.step_s):
         around: PipelineCandidate | None = pipeline
         for _ in range(_ROUNDS):
             if around is None or around.step_s > _NEAR * results.best_s:
@@ -44,7 +44,7 @@ def move_layers(results: PipelineResults) -> None:
             around = _look_around(results, around)
 
 
-def _fastest_of_shapes(results: PipelineResults) -> list[PipelineCandidate]:
+def fastest_of_shapes(results: PipelineResults) -> list[PipelineCandidate]:
     """The fastest that fits of each shape whose cuts are not demanded."""
     demanded = {bound.shape for bound in results.bounds if bound.cuts}
     fastest: dict[object, PipelineCandidate] = {}

@@ -73,6 +73,13 @@ class PipelineTables:
         tables = replace(self.candidates.tables, limit_bytes=own.limit_bytes, split_gain=own.split_gain)
         return PipelineTables(self.candidates, tables, tuple(np.arange(len(each.state_in)) for each in tables.layers))
 
+    def with_one(self, kind: int, row: int) -> PipelineTables:
+        """The candidate `row` alone for the layers whose costs have this id, all candidates for the others."""
+        own = self.tables
+        kept = {id(each): np.arange(len(each.state_in)) for each in own.layers} | {kind: np.array([row])}
+        rows = tuple(before[kept[id(each)]] for before, each in zip(self.rows, own.layers, strict=True))
+        return PipelineTables(self.candidates, own.keep(kept), rows)
+
     def pipeline(
         self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, lean: float = 0.0
     ) -> PipelineCandidate:
@@ -130,6 +137,15 @@ class PipelineCandidate:
     def solved_again(self, choices: PipelineTables, schedules: ScheduleSource, lean: float) -> PipelineCandidate:
         """The same cuts with other candidates; `lean` as in `GroupSolver.solve`."""
         return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, lean)
+
+    def levelled(self, kind: int, row: int, schedules: ScheduleSource) -> PipelineCandidate:
+        """The same cuts with one candidate for all layers whose costs in the candidate set's tables have this id, and
+        those that suit it best for the others.
+        """
+        choices = self.choices.with_all().with_one(kind, row)
+        layers = self.candidates.tables.layers
+        guide = [0 if id(layer) == kind else own for own, layer in zip(self.path, layers, strict=True)]
+        return choices.pipeline(self.cuts, guide, schedules)
 
     def shrunk(self, excess_bytes: Mapping[int, float], schedules: ScheduleSource) -> PipelineCandidate:
         """The same cuts with candidates that make the peak of these device groups smaller, by so many bytes."""

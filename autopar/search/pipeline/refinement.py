@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
 from autopar.search.cost_tables import path_columns
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN
-from autopar.search.pipeline.moved_layers import move_layers
+from autopar.search.pipeline.moved_layers import fastest_of_shapes, move_layers
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, ShapeBound
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts
@@ -35,6 +36,10 @@ _REFINED = 4  # of the fastest, so many are looked around: about half a second e
 # Paths of equal seconds may divide them differently among the stages of a group, which makes up to 2 % of a step.  So
 # the first stages, or the last ones, are made to seem this much slower: enough to choose among equals, and little more.
 _LEANS = (0.005, -0.005)
+_LEVELLED = 2  # of the fastest shapes, so many are tried with equal layers
+# Candidates that all of these may have, those in use first: 0.05 to 0.1 s each.  Of 56 made-up pipelines of
+# equal layers, each in stages of its own, 22 are faster for it, by up to 5 %.
+_LEVELS = 6
 _MOST_CUTS = 2000  # of a shape, so many are all ranked: a millisecond
 _GUIDES = 2  # paths of each candidate set on which cuts are ranked
 _SIMULATED = 6  # cuts of each shape on each of these paths: 0.3 ms each
@@ -52,6 +57,7 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
         pipeline.candidates.context.request.check_time()
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
             results.found.append(pipeline.solved_again(pipeline.choices, results.schedules, lean))
+    _try_equal_layers(results)
     _try_all_candidates(results)
     if adds_variants:
         _add_variants(results)
@@ -59,6 +65,26 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     _try_other_cuts(results)
     if results.best_s < before_s:
         _try_all_candidates(results)
+
+
+def _try_equal_layers(results: PipelineResults) -> None:
+    """Let all layers of the most frequent kind run one candidate of the fastest pipelines, if that fits.
+
+    A group's candidates are chosen by their sum, as if stages did not wait for each other.  Stages that are not equal
+    do, which may cost more than a mix of candidates gains.
+    """
+    for pipeline in heapq.nsmallest(_LEVELLED, fastest_of_shapes(results), key=lambda each: each.step_s):
+        pipeline.candidates.context.request.check_time()
+        layers = pipeline.candidates.tables.layers
+        ((kind, _),) = Counter(map(id, layers)).most_common(1)
+        places = [place for place, layer in enumerate(layers) if id(layer) == kind]
+        used = Counter(pipeline.path[place] for place in places)
+        useful = pipeline.choices.rows[places[0]].tolist()
+        rows = dict.fromkeys((*(row for row, _ in used.most_common()), *useful))
+        for row in itertools.islice(rows, _LEVELS):
+            if used[row] < len(places):
+                levelled = pipeline.levelled(kind, row, results.schedules)
+                results.found += [levelled] if results.fits(levelled) else []
 
 
 def _try_all_candidates(results: PipelineResults) -> None:

@@ -8,7 +8,7 @@ seconds ``m`` for the whole memory of each group, no pipeline that fits takes le
 
 Each layer adds to this what depends on its candidate and its stage, and on the boundary state that it shares with its
 neighbor, so dynamic programming over the layers finds the least value over all cuts and candidates exactly.  Shares
-and seconds are improved by subgradient steps until the value is as large as is asked for, or for a few steps.
+and seconds are improved (`bound_multipliers`) until the value is as large as is asked for, or for a few steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from autopar.schedules.action_lists import COSTS, ScheduleActions
 from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, LayerCosts
+from autopar.search.pipeline.bound_multipliers import MultiplierSearch
 
 __all__ = ["relaxed_bounds", "takes_longer"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-_STEPS = 40  # of the subgradient; later ones gain next to nothing, and each takes 10 to 30 ms for a hundred layers
-_MISSES = 4  # steps without a gain before one goes back, to hope for half as much
+# Other multipliers that are tried: a hundred more raised 6.303 s of LLaMA-3-405B on 16,384 devices to 6.315 s, and each
+# takes 10 to 30 ms for a hundred layers.
+_STEPS = 40
 # What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
 _AIM = 1.05
 _HOPELESS = 0.93  # of what is enough: bounds that began lower never got there
@@ -71,36 +73,21 @@ def relaxed_bounds(
         yield math.inf
         return
     problem = _Problem.of(tables, shape, actions, _most_layers(tables, shape, enough_s), cuts)
-    best = problem.first(enough_s)
-    best_s, *best_slopes = problem.value(best)
-    yield best_s
-    if 0 < best_s < enough_s:
-        nearer = problem.first(best_s)  # shares for about the seconds that can be had
-        value, *gradient = problem.value(nearer)
-        if value > best_s:
-            best_s, best, best_slopes = value, nearer, gradient
-            yield best_s
-    while 0 < best_s < enough_s and best[1].any():  # memory is worth more: far more, where next to nothing fits
-        dearer = best[0], 2 * best[1]
-        value, *gradient = problem.value(dearer)
-        if value <= best_s * (1 + _NEARLY):
+    search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
+    search.improves(problem.first(enough_s))
+    yield search.best_s
+    # Shares for about the seconds that can be had.
+    if search.is_open and search.improves(problem.first(search.best_s)):
+        yield search.best_s
+    while search.is_open and search.best[1].any():  # memory is worth more: far more, where next to nothing fits
+        before_s = search.best_s
+        search.improves((search.best[0], 2 * search.best[1]))
+        if search.best_s <= before_s * (1 + _NEARLY):
             break
-        best_s, best, best_slopes = value, dearer, gradient
-        yield best_s
-    slopes = best_slopes
-    at, hope, misses = best, 1.0, 0
-    for _ in range(_STEPS if best_s < enough_s else 0):
-        at = problem.moved(at, slopes, hope * (enough_s - best_s), enough_s)
-        value, *gradient = problem.value(at)
-        slopes = gradient
-        misses = 0 if value > best_s else misses + 1
-        if value > best_s:
-            best_s, best, best_slopes = value, at, slopes
-            yield best_s
-            if best_s >= enough_s:
-                return
-        elif misses == _MISSES:
-            at, slopes, hope, misses = best, best_slopes, hope / 2, 0
+        yield search.best_s
+    for _ in range(_STEPS):
+        if search.is_open and search.improves(search.next()):
+            yield search.best_s
 
 
 def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
@@ -108,7 +95,8 @@ def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
     count = tables.num_microbatches
     least = np.sort([float(layer.total_s(count).min()) for layer in tables.layers])
     most = int(np.searchsorted(np.cumsum(least), enough_s))
-    return max(1, min(most, len(least) - shape.num_groups + 1))
+    rounds = shape.num_stages // shape.num_groups
+    return max(1, min(most, len(least) - shape.num_stages + rounds))  # other stages have one layer at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +122,7 @@ class _Problem:
     shape: Shape
     counts: Array
     chain_group: Indices
+    chain_begins: Indices  # the group on which a chain begins
     in_flight: Array  # [moment, stage, 2]: microbatches in flight, and between the parts of a backward, of one group
     is_of_group: npt.NDArray[np.bool_]  # [moment, stage]: of this group
     most_layers: int
@@ -142,6 +131,8 @@ class _Problem:
     classes: dict[int, _Class] = field(default_factory=dict[int, _Class])
     tied_bytes: Array = field(default_factory=lambda: np.zeros(0))
     tied_s: Array = field(default_factory=lambda: np.zeros(0))
+    # By reader, ``[forward or backward, state]``: the least that it takes to bring what skips layers.
+    skipped: dict[int, Array] = field(default_factory=dict[int, Array])
 
     @classmethod
     def of(
@@ -155,6 +146,7 @@ class _Problem:
             shape,
             chains.counts,
             chains.group,
+            chains.begins,
             in_flight,
             owner == groups[:, None],
             most_layers,
@@ -173,12 +165,11 @@ class _Problem:
         for tied in tables.tied:
             problem.tied_bytes[min(tied.readers)] += tied.static_bytes
             problem.tied_s[min(tied.readers)] += tied.step_s
+        for skip in tables.skips:
+            states = np.unique(tables.layers[skip.producer].state_out)
+            least_s = np.stack([each[states].min(axis=0) for each in (skip.forward_s, skip.backward_s)])
+            problem.skipped[skip.reader] = problem.skipped.get(skip.reader, 0.0) + least_s
         return problem
-
-    @property
-    def is_first_group(self) -> npt.NDArray[np.bool_]:
-        """By stage, whether it is on the device group on which every chain begins."""
-        return self.owner == self.owner[0]
 
     def transient_shares(self) -> dict[int, Array]:
         """By the id of a layer's costs, `_Class.transient_shares`: on the groups that have the first and the last layer
@@ -197,9 +188,9 @@ class _Problem:
                     share[owner == group] = key == id(largest)
         return shares
 
-    def of_groups(self, shares: Array) -> Array:
-        """The shares of the chains by the group that does most of them."""
-        return np.bincount(self.chain_group, shares, self.shape.num_groups).astype(np.float64)
+    def of_stages(self, shares: Array, groups: Indices) -> Array:
+        """By stage, the shares of the chains whose group is that of the stage; `groups` has one for each chain."""
+        return np.bincount(groups, shares, self.shape.num_groups).astype(np.float64)[self.owner]
 
     def first(self, step_s: float) -> tuple[Array, Array]:
         """Shares and seconds for memory that are the best if all layers are like the most frequent one.
@@ -285,17 +276,6 @@ class _Problem:
             num_bytes[end] += float((layer.static_bytes + layer.saved_bytes + share * layer.transient_bytes).min())
         return seconds, once_s, num_bytes
 
-    def moved(
-        self, at: tuple[Array, Array], slopes: Sequence[Array], gain_s: float, scale_s: float
-    ) -> tuple[Array, Array]:
-        """Other shares and seconds, along the slopes, that would gain so much if the value were linear."""
-        along = slopes[0] - slopes[0].mean(), scale_s * slopes[1]
-        along = along[0], np.where((at[1] <= 0) & (along[1] < 0), 0.0, along[1])
-        norm = float((along[0] ** 2).sum() + (along[1] ** 2).sum())
-        pace = gain_s / norm if norm > 0 else 0.0
-        shares = _on_simplex(at[0] + pace * along[0])
-        return shares, np.maximum(0.0, at[1] + pace * scale_s * along[1])
-
     def value(self, at: tuple[Array, Array]) -> tuple[float, Array, Array]:
         """The bound for these shares of chains and seconds for memory, the seconds of each chain, and how much more
         than the limit each group holds, both of what attains it.
@@ -310,7 +290,8 @@ class _Pass:
     def __init__(self, problem: _Problem, shares: Array, memory_s: Array) -> None:
         self.problem, self.tables = problem, problem.tables
         self.weights = np.einsum("p,psk->sk", shares, problem.counts)
-        self.once = problem.of_groups(shares)[problem.owner]
+        self.once = problem.of_stages(shares, problem.chain_group)
+        self.begin = problem.of_stages(shares, problem.chain_begins)
         limit = self.tables.limit_bytes
         per_byte = memory_s / limit if math.isfinite(limit) else np.zeros(len(memory_s))
         self.price = per_byte @ problem.is_of_group
@@ -356,7 +337,7 @@ class _Pass:
             + np.outer(self.back, costs.backward_s)
             + np.outer(weights[:, _W] - weights[:, _I], costs.weight_s)
             + np.outer(self.once, costs.step_s)
-            + np.outer(self.problem.is_first_group, costs.begin_s)
+            + np.outer(self.begin, costs.begin_s)
         )
         seconds += np.outer(self.price, costs.static_bytes)
         seconds += np.outer(self.price * own.transient_shares, costs.transient_bytes)
@@ -380,13 +361,18 @@ class _Pass:
 
     def _send_s(self, index: int) -> Array:
         """``[stage after the cut, state]``: of what the layer before the cut makes."""
-        total = np.zeros((self.problem.shape.num_stages - 1, self.tables.num_states))
-        for send in self.tables.sends:
-            if send.producer == index - 1 and max(send.readers) >= index:
-                total += np.outer(self.weights[:-1, _SEND_F], send.forward_s)
-                total += np.outer(self.weights[1:, _SEND_B], send.backward_s)
+        ahead_s, back_s = self._sent(index)
+        total = np.outer(self.weights[:-1, _SEND_F], ahead_s) + np.outer(self.weights[1:, _SEND_B], back_s)
         apart = self.problem.owner[1:] != self.problem.owner[:-1]
         return total * apart[:, None]
+
+    def _sent(self, index: int) -> tuple[Array, Array]:
+        """``[state]``: seconds to send what the layer before a cut makes, and its gradients back."""
+        ahead_s, back_s = np.zeros((2, self.tables.num_states))
+        for send in self.tables.sends:
+            if send.producer == index - 1 and max(send.readers) >= index:
+                ahead_s, back_s = ahead_s + send.forward_s, back_s + send.backward_s
+        return ahead_s, back_s
 
     def _move(self, index: int, reached: Array, stages: slice) -> tuple[Indices, Array]:
         transfer = self.tables.transfers[index - 1]
@@ -400,14 +386,11 @@ class _Pass:
         return _arrive(self.moves[key], reached, stages)
 
     def _skips(self) -> dict[int, Array]:
-        """By reader, ``[stage, state]``: the least that it takes to bring what skips layers."""
-        least_s: dict[int, Array] = {}
-        for skip in self.tables.skips:
-            states = np.unique(self.tables.layers[skip.producer].state_out)
-            least = np.outer(self.ahead, skip.forward_s[states].min(axis=0))
-            least += np.outer(self.back, skip.backward_s[states].min(axis=0))
-            least_s[skip.reader] = least_s.get(skip.reader, 0.0) + least
-        return least_s
+        """By reader, ``[stage, state]``: what `_Problem.skipped` adds."""
+        return {
+            reader: np.outer(self.ahead, ahead_s) + np.outer(self.back, back_s)
+            for reader, (ahead_s, back_s) in self.problem.skipped.items()
+        }
 
     def _tied(self, index: int) -> Array:
         return self.once * self.problem.tied_s[index] + self.price * self.problem.tied_bytes[index]
@@ -419,7 +402,8 @@ class _Pass:
         problem, tables = self.problem, self.tables
         stage = problem.shape.num_stages - 1
         seconds = np.zeros((problem.shape.num_stages, len(COSTS)))
-        once_s, num_bytes, begin_s = np.zeros(problem.shape.num_groups), np.zeros(len(problem.in_flight)), 0.0
+        once_s, begin_s = np.zeros((2, problem.shape.num_groups))
+        num_bytes = np.zeros(len(problem.in_flight))
         for index in range(len(tables.layers) - 1, -1, -1):
             layer = tables.layers[index]
             is_cut, source, entry = came[index]
@@ -435,15 +419,23 @@ class _Pass:
             weight_s = float(layer.weight_s[row])
             seconds[stage, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
             once_s[group] += float(layer.step_s[row]) + float(problem.tied_s[index])
-            begin_s += float(problem.is_first_group[stage] * layer.begin_s[row])
+            begin_s[group] += float(layer.begin_s[row])
             share = float(problem.classes[id(layer)].transient_shares[stage])
             always = float(layer.static_bytes[row] + share * layer.transient_bytes[row] + problem.tied_bytes[index])
             flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
             num_bytes += always * problem.is_of_group[:, stage] + problem.in_flight[:, stage] @ flying
-            stage -= int(is_cut[stage, state])
-        chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group] + begin_s
+            if (skipped_s := problem.skipped.get(index)) is not None:
+                seconds[stage, [_F, _B, _I]] += [skipped_s[kind][before] for kind in (0, 1, 1)]
+            if is_cut[stage, state]:
+                stage -= 1
+                if problem.owner[stage] != group:
+                    sent_s, returned_s = self._sent(index)
+                    seconds[stage, _SEND_F] += sent_s[state]
+                    seconds[stage + 1, _SEND_B] += returned_s[state]
+        chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group]
+        chains += begin_s[problem.chain_begins]
         limit = tables.limit_bytes
-        return chains, num_bytes / limit - 1 if math.isfinite(limit) else np.zeros_like(num_bytes)
+        return chains, num_bytes / limit - 1 if math.isfinite(limit) else np.zeros(0)
 
 
 def _arrive(matrices: Array, reached: Array, stages: slice) -> tuple[Indices, Array]:
@@ -453,10 +445,3 @@ def _arrive(matrices: Array, reached: Array, stages: slice) -> tuple[Indices, Ar
     best[stages] = total.argmin(axis=2)
     least[stages] = total.min(axis=2)
     return best, least
-
-
-def _on_simplex(values: Array) -> Array:
-    """The nearest shares: none negative, sum 1."""
-    ordered = np.sort(values)[::-1]
-    above = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
-    return np.maximum(values - above[np.flatnonzero(ordered > above)[-1]], 0.0)
