@@ -48,7 +48,7 @@ class GridSharing:
         rank: data-parallel rank.
         ranks: how many there are.
         parts: as in `EncoderSharing`.
-        usual: the size of images in a batch that has none, where the model still gets some.
+        usual: the size of images in a batch that has none, if forward requires some.
         positions: the entry without which a sample with images would be placed as text alone; "": there is none.
         merged: how many patches become one feature; 0: that is not known, so batches have images of one size.
     """
