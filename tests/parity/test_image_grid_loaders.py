@@ -256,5 +256,8 @@ def test_numbers_of_images_are_rounded_so_that_plans_are_few() -> None:
     for sizes, each in (([SMALL], 13), ([SMALL, WIDE], 16), (five, 16)):
         share = sharing().assign([[size] * 25 for size in sizes], range(len(sizes)))
         assert len(share.rows) == each * len(sizes)
+    # A rank has 12.5 images, 2.5 of a size: of one 9 (rounded up to 16), and of four 1, of which it gets 2.
+    share = sharing().assign([[size] * (17 if size == five[0] else 2) for size in five], range(5))
+    assert [share.grids.count(size) for size in five] == [16, 2, 2, 2, 2]
     with pytest.raises(LoaderError, match=r"an image of \(1, 4, 4\).*has 16 patches.*of 3 each"):
         sharing(merged=3).assign([[SMALL, WIDE]], [0])

@@ -175,14 +175,16 @@ class Words(Captions):
     images = (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("forward", "has_images"),
-    [
-        (lambda input_ids, pixel_values=None: ..., False),
-        (lambda input_ids, **entries: ..., False),
-        (lambda input_ids, pixel_values: ..., True),
-    ],
-)
+def takes_images(input_ids: Tensor, pixel_values: Tensor | None = None) -> None: ...
+
+
+def takes_any(input_ids: Tensor, **entries: Tensor) -> None: ...
+
+
+def needs_images(input_ids: Tensor, pixel_values: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(("forward", "has_images"), [(takes_images, False), (takes_any, False), (needs_images, True)])
 def test_batches_without_images_leave_out_what_forward_does_not_need(forward: Any, has_images: bool) -> None:
     for batch in loaded(Words(), forward, encoder="pixel_values"):
         assert ("pixel_values" in batch) == has_images
