@@ -164,18 +164,20 @@ def group_rows(most: int = 64, room: int = 16384, longest: int = 131072) -> tupl
 
 
 def measure_group_cost() -> dict[str, float]:
-    """(d) with groups of unlike size, for lengths with a heavy tail: mean of draws, and how far from the bound."""
-    kinds, lengths = group_rows(), Lengths.lognormal(mean=20_000, sigma=1.5).clipped(131072)
+    """(d) with groups of unlike size, for lengths with a heavy tail, and short ones: means of draws, and gaps."""
+    kinds = group_rows()
+    drawn = {"": Lengths.lognormal(mean=20_000, sigma=1.5), "short ": Lengths.lognormal(mean=1000, sigma=1.0)}
+    sizes = ("", 512, 64), ("short ", 512, 64), ("", 10_000, 4096)
     found: dict[str, float] = {}
-    for (count, devices), nests in itertools.product(((512, 64), (10_000, 4096)), (False, True)):
+    for (kind, count, devices), nests in itertools.product(sizes, (False, True)):
         times, gaps = [], []
         for seed in range(6):
-            tokens = np.asarray(lengths.draw(count, seed))
+            tokens = np.asarray(drawn[kind].clipped(131072).draw(count, seed))
             started_s = time.process_time()
             assignment = assign_groups(kinds, 0.5, devices, tokens, nests=nests)
             times.append(time.process_time() - started_s)
             gaps += [assignment.gap] if assignment else []
-        name = f"{count} sequences, {'overlapping ' * nests}groups of {devices} devices"
+        name = f"{count} {kind}sequences, {'overlapping ' * nests}groups of {devices} devices"
         found |= {name: 1e3 * float(np.mean(times)), f"{name}: gap": float(np.mean(gaps))}
     return found
 

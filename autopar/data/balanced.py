@@ -113,6 +113,8 @@ def balanced(  # noqa: PLR0913  (what a user may say)
             "don't run in such groups"
         )
     maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
+    if images is not None:
+        maker = replace(maker, is_encoder_optional=_is_optional(images.encoder, model))
     if not packs:
         maker = replace(maker, keeps_empty=_ignores_empty_rows(model, maker.packing.padding))
     sharing = Sharing(planner, model.data_rank, model.data_parallel_size, inputs.rank, images)
@@ -161,6 +163,20 @@ def _ignores_empty_rows(model: ParallelModule, padding: Mapping[str, float]) -> 
     """
     ignored = ignored_labels(model.program.source)
     return bool(ignored) and all(padding.get(name) == index for name, index in ignored.items())
+
+
+def _is_optional(encoder: EncoderRows, model: ParallelModule) -> bool:
+    """Whether forward can be called without what `encoder` makes.
+
+    One device then calls it so for a batch without any image: parameters of the encoder have no gradients, and
+    optimizers leave them alone, where gradients of zeros would have AdamW go on moving them.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = [name for name in (*encoder.made, encoder.grids) if name]
+    return all(
+        parameters[name].default is not inspect.Parameter.empty if name in parameters else takes_any for name in names
+    )
 
 
 def _whole_entries(inputs: CallInputs, images: EncoderSharing | GridSharing | None) -> frozenset[str]:
@@ -328,7 +344,7 @@ class _Compared:
         if dealt.digest == _END:
             raise StopIteration
         self._inputs.dealt = dealt
-        return {**batch, **{name: join(batch[name]) for name, join in self._join_rows.items()}}
+        return {**batch, **{name: join(batch[name]) for name, join in self._join_rows.items() if name in batch}}
 
 
 def _check_same_batch(digests: Sequence[int], number: int) -> None:

@@ -288,9 +288,11 @@ class EncoderSharing:
         return {name: torch.zeros(tokens or shape[1], *shape[2:], dtype=dtype) for name, (shape, dtype) in forms}
 
 
-def in_even_parts(images: Sequence[Image], parts: int, leading_bits: int = LEADING_BITS) -> list[list[Image]]:
-    """A row for each image, and empty ones behind them, for so many parts of equally many."""
-    each = max(1, math.ceil(len(images) / parts))
+def in_even_parts(
+    images: Sequence[Image], parts: int, leading_bits: int = LEADING_BITS, least: int = 1
+) -> list[list[Image]]:
+    """A row for each image, and empty ones behind them, for so many parts of equally many, and at least `least`."""
+    each = max(least, math.ceil(len(images) / parts))
     step = 1 << max(0, each.bit_length() - leading_bits)
     empty: list[list[Image]] = [[] for _ in range(math.ceil(each / step) * step * parts - len(images))]
     return [[image] for image in images] + empty

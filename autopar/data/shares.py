@@ -111,11 +111,13 @@ class RowMaker:
         packing: makes the rows.
         encoder: makes those of an encoder; None: there is none.
         keeps_empty: whether rows without a sequence, which ranks get so that all have as many, stay in the batch.
+        is_encoder_optional: whether a batch without any image has no inputs of the encoder, as on one device.
     """
 
     packing: RowPacking
     encoder: EncoderSharing | GridSharing | None
     keeps_empty: bool = True
+    is_encoder_optional: bool = False
 
     def make(self, share: Share, samples: Mapping[int, Any], like: Any) -> tuple[Dealt, dict[str, Tensor]]:
         """`like` is a sample that shows the form of rows, of which this rank may have none."""
@@ -130,7 +132,10 @@ class RowMaker:
         texts = [[encoder.text_of(images, number, read[number]) for number in row] for _, row in share.rows]
         left_out = (*encoder.encoder.names, encoder.encoder.grids)
         form = {name: x for name, x in self.packing.as_mapping(like).items() if name not in left_out}
-        batch = self.packing.jagged(texts, tokens, form) | encoder.collate(images, read)
+        batch = self.packing.jagged(texts, tokens, form)
+        if self.is_encoder_optional and not any(images.lengths):  # of the whole batch, so on all ranks
+            return share.dealt, batch
+        batch |= encoder.collate(images, read)
         if isinstance(encoder, GridSharing):
             batch |= encoder.order_of(images, [row for _, row in share.rows], share.tokens)
         return share.dealt, batch

@@ -60,6 +60,8 @@ class FakeModel:
         self.data_rank = communicator.rank
         self.data_parallel_size = communicator.world_size
 
+    def forward(self, pixel_values: Tensor | None = None) -> None: ...
+
     def join_rows(self, rows: Tensor) -> Tensor:
         return rows
 

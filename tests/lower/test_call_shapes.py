@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.run import call_executors
+from autopar.search import SearchRequest
+from autopar.verify.rehearsal import planner_for
+from tests.lower.runs import build
 from tests.shapes import assert_exact, of_length, of_rows, random_batches, train_in_turns
-from tests.zoo import plan_for, subject
+from tests.zoo import plan_for, quick_search, subject
 
 TEXTS = ("llama", "gpt2", "t5", "deep_gpt2", "deep_llama")
 
@@ -34,6 +43,25 @@ def test_other_shapes_train_as_one_device_does(name: str, world: int, text: str)
     if name in TEXTS:
         others.append(of_length(inputs, 6))
     train_on(name, world, tuple(text.split()), others)
+
+
+def test_more_forms_than_are_kept_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(call_executors, "MOST_FORMS", 2)
+    model, batches = nn.Linear(4, 4), [{"input": torch.zeros(rows, 4)} for rows in (2, 3, 4, 5)]
+    traced = autopar.api.trace_model(model, batches[0])
+    plan = quick_search(traced.program, 1, SearchRequest())
+    planner = planner_for(model, traced, plan, batches[1:], training=True)
+
+    def rank(talk: Communicator) -> int:
+        made = build(model, traced, plan, talk, planner=planner)
+        for batch in batches:
+            made(**batch)
+        return len(made.plans)
+
+    assert simulate(1, rank) == [2]
+    assert sum("of more than 2 forms, each of which is planned" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.slow

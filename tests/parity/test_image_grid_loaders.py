@@ -97,7 +97,8 @@ def test_images_train_as_on_one_device(kind: str, asked: str) -> None:
     example = example_of(2, [SMALL] * 4)
     traced = keep_double_program(autopar.api.trace_model(model, example))
     plan = forced_plan(traced.program, 2, asked)
-    others = [example_of(2, grids) for grids in ([WIDE] * 4, [SMALL] * 2)]
+    text = {name: x for name, x in example.items() if name not in ("pixel_values", "image_grid_thw")}
+    others = [example_of(2, [WIDE] * 4), text]
     planner = planner_for(model, traced, plan, others, keep_double_program, training=True)
     alone = [
         run_single(Alone(model, range(n, n + 4)), {"x": torch.zeros(1).double()}, 1, in_double=True) for n in (0, 4, 8)
@@ -116,6 +117,7 @@ def test_images_train_as_on_one_device(kind: str, asked: str) -> None:
 
     for steps in simulate(2, rank):
         for (loss, gradients), expected in zip(steps, alone, strict=True):
+            assert {f"model.{name}" for name in gradients} == expected.gradients.keys()  # the last have no image
             assert_step(loss, gradients, expected, loss_error=1e-12, gradient_error=1e-9)
 
 
@@ -254,5 +256,8 @@ def test_numbers_of_images_are_rounded_so_that_plans_are_few() -> None:
     for sizes, each in (([SMALL], 13), ([SMALL, WIDE], 16), (five, 16)):
         share = sharing().assign([[size] * 25 for size in sizes], range(len(sizes)))
         assert len(share.rows) == each * len(sizes)
+    # A rank has 12.5 images, 2.5 of a size: of one 9 (rounded up to 16), and of four 1, of which it gets 2.
+    share = sharing().assign([[size] * (17 if size == five[0] else 2) for size in five], range(5))
+    assert [share.grids.count(size) for size in five] == [16, 2, 2, 2, 2]
     with pytest.raises(LoaderError, match=r"an image of \(1, 4, 4\).*has 16 patches.*of 3 each"):
         sharing(merged=3).assign([[SMALL, WIDE]], [0])

@@ -154,19 +154,40 @@ def test_a_balanced_loader_distributes_images_apart_from_their_text(asked: str) 
             torch.testing.assert_close(x, single.gradients[f"model.{name}"], rtol=0, atol=1e-9 * largest)
 
 
-def loaded(**arguments: Any) -> Any:
-    """The first batch of captions on two ranks, for a model that takes images of this shape."""
+def loaded(captions: Any = None, forward: Any = FakeModel.forward, **arguments: Any) -> Any:
+    """The first batch of captions on two ranks, for a model with this forward that takes images of this shape."""
 
     def act(talk: Communicator) -> Any:
         model: Any = FakeModel(talk)
-        model.plan = plan_of(ROW)
+        model.plan, model.forward = plan_of(ROW), forward
         model.call_inputs.example_forms = {
             "input_ids": ((2, TOKENS), torch.int64), "pixel_values": ((2, 3, 4, 4), torch.float64)
         }  # fmt: skip
         given: dict[str, Any] = {"length": size, "shifts": "labels", **arguments}
-        return next(iter(autopar.balanced(DataLoader(Captions(), batch_size=4), model, **given)))
+        return next(iter(autopar.balanced(DataLoader(captions or Captions(), batch_size=4), model, **given)))
 
     return simulate(2, act)
+
+
+class Words(Captions):
+    """Text without any image."""
+
+    images = (0, 0, 0, 0)
+
+
+def takes_images(input_ids: Tensor, pixel_values: Tensor | None = None) -> None: ...
+
+
+def takes_any(input_ids: Tensor, **entries: Tensor) -> None: ...
+
+
+def needs_images(input_ids: Tensor, pixel_values: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(("forward", "has_images"), [(takes_images, False), (takes_any, False), (needs_images, True)])
+def test_batches_without_images_leave_out_what_forward_does_not_need(forward: Any, has_images: bool) -> None:
+    for batch in loaded(Words(), forward, encoder="pixel_values"):
+        assert ("pixel_values" in batch) == has_images
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from autopar.lower.compat import dtensor_like, local_part_of
 from autopar.lower.parameters.layer_parameters import LayerParameters, Reduction
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.step_values import influences
 from autopar.lower.run.tied_gradients import exchanged_sum
 from autopar.placement import BROADCAST
 from autopar.program import Program
@@ -25,12 +26,18 @@ class Coupling:
 
     A copy is whole on every rank, and its gradient is a sum of terms: each rank brings what its own group computed.
     With pipeline stages these are the parameters and the ranks of a stage.
+
+    Attributes:
+        reached: names of the parameters, of all stages, from which the loss is computed.
     """
 
     def __init__(self, program: Program, store: ParameterStore, communicator: Communicator, stages: StageMap) -> None:
         """`program` is that of all ranks, with its `stages`, whose parameters `store` has."""
         self._stages = stages
         whole = (BROADCAST,) * len(store.mesh)
+        # What only other outputs are made of, which such a step doesn't return, has no gradient, as on one device.
+        reached = (program.parameters.get(name, "") for name in influences(program, [program.loss]))
+        self.reached = frozenset(store.first_name.get(name, name) for name in reached)
         self._store, self._communicator = store, communicator
         self._layers: list[LayerParameters] = []
         seen: set[str] = set()
@@ -53,7 +60,7 @@ class Coupling:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that get gradients, by name."""
         pairs = (pair for layer in self._layers for pair in zip(layer.names, layer.current(), strict=True))
-        return {name: parameter for name, parameter in pairs if parameter.requires_grad}
+        return {name: p for name, p in pairs if p.requires_grad and name in self.reached}
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:

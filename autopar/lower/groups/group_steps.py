@@ -223,7 +223,7 @@ class GroupSteps:
         assert coupling is not None
         dtype: torch.dtype = getattr(torch, program.type_of(program.loss).dtype)
         trained = coupling.trained
-        others = trained_elsewhere(self._first).values()
+        others = [p for name, p in trained_elsewhere(self._first).items() if name in coupling.reached]
         given = [gradients.get(name) for name in trained] + [torch.zeros_like(p, requires_grad=False) for p in others]
         whole = release_later(loss.to(dtype), given, [*trained.values(), *others])
         return [whole if name == program.loss else None for name in program.outputs]

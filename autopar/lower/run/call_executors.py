@@ -101,6 +101,7 @@ class CallExecutors:
         self.compile_layers = compile_layers
         self.attributes = attributes
         attributes.watch(planner.reads if planner is not None else attributes.names)
+        self._has_warned = False
         # By mode, submodule and autocast's dtype, the one that was used last in front.
         self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
@@ -193,6 +194,7 @@ class CallExecutors:
         if len(known) > MOST_FORMS:
             oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
             del known[oldest]
+            self._report_too_many(known)
         self._report(known[0][0])
         return known[0][0]
 
@@ -204,6 +206,18 @@ class CallExecutors:
         text = f"planned for {what}{made.inputs} in {made.planning_s:.1f} s ({made.plan.strategies[0].axes} ...)"
         notes = [note for note in made.plan.notes if note not in self.first.executable.plan.notes]
         _LOGGER.log(logging.WARNING if notes and not made.part else logging.INFO, "%s", "\n  ".join([text, *notes]))
+
+    def _report_too_many(self, known: Sequence[tuple[PlannedCall, Executor]]) -> None:
+        """Tell the user once, on one rank, what calls of so many forms cost."""
+        if self._has_warned or self.first.communicator.rank:
+            return
+        self._has_warned = True
+        mean_s = sum(call.planning_s for call, _ in known) / len(known)
+        _LOGGER.warning(
+            "calls came with inputs of more than %d forms, each of which is planned when it comes (%.1f s on average): "
+            "the plans that were used least recently are dropped, and made again when such a call comes. Pad lengths, "
+            "or scale images, to fewer sizes", MOST_FORMS, mean_s,
+        )  # fmt: skip
 
     def _mode(self, is_training: bool) -> bool:
         return is_training and self.first.executable.program.training

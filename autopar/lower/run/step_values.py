@@ -17,7 +17,7 @@ from autopar.lower.run.execution import Executor
 from autopar.program import Program
 from autopar.schedules.action_lists import Action
 
-__all__ = ["StageValues", "StepValues"]
+__all__ = ["StageValues", "StepValues", "influences"]
 
 
 @dataclass
@@ -93,7 +93,7 @@ class StepValues:
         self._num_taken.clear()
         self._keeps_graph = keep_graph
         if self._executor.stages.is_pipeline:
-            self.differentiated = _influences(self._executor.executable.program, gradients)
+            self.differentiated = influences(self._executor.executable.program, gradients)
 
     def results(self) -> dict[str, Tensor]:
         """`outputs`, joined over microbatches, those that are whole from all device groups; they can be read once."""
@@ -222,7 +222,7 @@ def _add(gradients: dict[str, Tensor], name: str, term: Tensor) -> None:
     gradients[name] = gradients[name] + term if name in gradients else term
 
 
-def _influences(program: Program, results: Iterable[str]) -> Set[str]:
+def influences(program: Program, results: Iterable[str]) -> Set[str]:
     """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
     names = {name for name in results if name and program.values[name].requires_grad}
     for layer in reversed(program.layers):
