@@ -45,6 +45,7 @@ _BY_ELEMENT = frozenset({
 })  # fmt: skip
 """Those of torch that need no trial."""
 _BY_MASKS = frozenset({"Rprop"})  # ``sign[sign.gt(0)] = ...``, which torch's DTensor has no rule for
+_FUSED_WITHOUT_RULE = frozenset({"SGD", "Adagrad"})  # torch's DTensor knows the fused kernels of Adam and AdamW
 _TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
 _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
 
@@ -137,7 +138,7 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
         if not has_closure:
-            begin_step(_parameters_of(optimizer), is_native=type(optimizer).__name__ not in _BY_MASKS)
+            begin_step(_parameters_of(optimizer), is_native=_has_rules(optimizer))
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if _has_another(optimizer):
@@ -165,6 +166,13 @@ def _has_another(optimizer: Optimizer) -> bool:
     inside = [y for x in own if isinstance(x, dict) for y in cast("dict[Any, Any]", x).values()]
     inside += [y for x in own if isinstance(x, list | tuple) for y in cast("list[Any]", x)]
     return any(isinstance(x, Optimizer) for x in (*own, *inside))
+
+
+def _has_rules(optimizer: Optimizer) -> bool:
+    """Whether torch's DTensor does all functions of a step of this optimizer of torch."""
+    name = type(optimizer).__name__
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return name not in _BY_MASKS and not (is_fused and name in _FUSED_WITHOUT_RULE)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
