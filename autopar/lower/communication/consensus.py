@@ -48,19 +48,19 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: str) -> None:
-    """Raise on every rank unless `value` is the same on all of `group`.
+def agree_equal(group: dist.ProcessGroup | None, value: str | tuple[str, ...], what: str, remedy: str) -> None:
+    """Raise on every rank unless `value`, or each of as many of them, is the same on all of `group`.
 
     Raises:
-        MeshError: naming `what`, the first rank that differs from the first, and the `remedy`.
+        MeshError: naming `what`, the first rank that differs from the first, those that differ, and the `remedy`.
     """
-    values: list[Any] = [None] * dist.get_world_size(group)
-    _dist.all_gather_object(values, value, group=group)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise MeshError(
-                f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. {remedy}"
-            )
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    _dist.all_gather_object(by_rank, (value,) if isinstance(value, str) else value, group=group)
+    for rank, others in enumerate(by_rank):
+        unlike = [pair for pair in zip(others, by_rank[0], strict=True) if pair[0] != pair[1]]
+        if unlike:
+            here, first = (", ".join(texts) for texts in zip(*unlike, strict=True))
+            raise MeshError(f"ranks were given different {what}: rank {rank} has {here}, rank 0 has {first}. {remedy}")
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
