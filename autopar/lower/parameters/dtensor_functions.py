@@ -93,7 +93,8 @@ def watch_functions() -> None:
 @cache
 def _allow_anomaly_detection() -> None:
     """It asks each gradient for NaNs, below the functions that `_run` sees, by an op that torch has no rule for."""
-    register_sharding(torch.ops.aten._is_any_true.default)(lambda _: [([Replicate()], [Replicate()])])
+    rule: Callable[[Any], Any] = lambda _: [([Replicate()], [Replicate()])]  # noqa: E731
+    register_sharding(torch.ops.aten._is_any_true.default)(rule)
 
 
 class _Step(threading.local):
