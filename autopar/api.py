@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -203,7 +203,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=compile_choice
     )  # fmt: skip
     setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
-    arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
+    arguments = (*_describe_arguments(plan, profile, setup), f"inputs={inputs}", f"outputs={outputs}")
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
@@ -416,12 +416,22 @@ def _digest_state(model: nn.Module, traced: Traced) -> str:
     return digest_tensors((*model.named_parameters(), *model.named_buffers(), *traced.constants.items()))
 
 
-def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
-    """A text of the arguments that must be equal on all ranks."""
+def _describe_arguments(plan: object, profile: object, setup: Setup) -> tuple[str, ...]:
+    """A text of each argument that must be equal on all ranks."""
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
-    said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.expected}"
-    return f"a plan {how}, prices {prices}, {said}, lengths: {setup.lengths}"
+    training = (f"{field.name}={getattr(setup.training, field.name)}" for field in fields(setup.training))
+    constraints = f"constraints={[*setup.constraints]}"
+    return (
+        f"a plan {how}",
+        f"prices {prices}",
+        f"compile={setup.compile}",
+        f"memory={setup.memory_bytes}",
+        *training,
+        constraints,
+        f"{setup.expected}",
+        f"lengths: {setup.lengths}",
+    )
 
 
 def build(

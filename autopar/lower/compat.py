@@ -381,12 +381,11 @@ def item_by(read: Callable[[DTensor], Tensor]) -> None:
 _own_full_tensor: Any = DTensor.full_tensor
 
 
-def full_tensor_by(read: Callable[[DTensor], Tensor | None]) -> None:
-    """From now on ``full_tensor()`` of a DTensor is what `read` gives, or torch's own where that is None."""
+def full_tensor_by(read: Callable[[DTensor, Callable[[], Tensor]], Tensor]) -> None:
+    """From now on ``x.full_tensor()`` of a DTensor is ``read(x, own)``, where ``own()`` is what torch gives."""
 
     def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-        whole = read(self)
-        return _own_full_tensor(self, *args, **kwargs) if whole is None else whole
+        return read(self, lambda: _own_full_tensor(self, *args, **kwargs))
 
     untyped: Any = DTensor
     untyped.full_tensor = full_tensor

@@ -154,6 +154,11 @@ def check_ranks_that_differ() -> None:
     with refused(MeshError, "different initial values"):
         parallelize(permuted, (X,))
     torch.manual_seed(0)
+    only = r"different arguments of parallelize: rank 1 has "  # what differs, and nothing else
+    with refused(MeshError, only + r"constraints=\['zero=3'\], rank 0 has constraints=\[\]\. Pass"):
+        parallelize(Linear(), (X,), constraints=["zero=3"] * rank)
+    with refused(MeshError, only + r"memory=2147483648(\.0)?, rank 0 has memory=1073741824(\.0)?\. Pass"):
+        parallelize(Linear(), (X,), memory=f"{1 + rank}GiB")
     parallel = parallelize(Linear(), (X,))
     with refused(MeshError, "different batches", "whole batch on every rank"):
         parallel(X + rank)

@@ -251,6 +251,33 @@ def test_the_users_own_loop() -> None:
     )
 
 
+class Scaled(nn.Module):
+    """A parameter that two stages read, or one: where stages are cut follows the form of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Parameter(torch.randn(6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 6] -> a scalar."""
+        x = (x * self.first).tanh()
+        x = (x + self.shared).sin() * self.shared
+        return (x * self.last).square().mean()
+
+
+def check_stages_that_share_a_parameter_in_some_calls() -> None:
+    torch.manual_seed(0)
+    single, x = Scaled(), torch.linspace(-1, 1, 48).view(8, 6)
+    parallel = parallelize(copy.deepcopy(single), (x,), constraints=("pipeline=2", "microbatches=2"))
+    assert len(parallel.plan.stages) == 2
+    for inputs in (x, x.double(), x):
+        assert_same_step(parallel, single, {"x": inputs})
+
+
+def test_stages_that_share_a_parameter_in_some_calls() -> None:
+    launch(2, check_stages_that_share_a_parameter_in_some_calls, timeout_s=120)
+
+
 class Chain(nn.Module):
     """Residual blocks."""
 

@@ -104,6 +104,12 @@ def train_without_stages(victim: int, place: Callable[[Mishap], None], mishap: M
     run_step(model, INPUTS)
 
 
+def plan_where_one_ended(victim: int, place: Callable[[Mishap], None], mishap: Mishap) -> None:
+    if dist.get_rank() == victim:
+        mishap()
+    parallelize(Tied(), INPUTS)
+
+
 def train(victim: int, place: Callable[[Mishap], None], mishap: Mishap) -> None:
     """One good step, and one in which the mishap happens."""
     model = cut(Tied(), INPUTS, constraints=() if dist.get_world_size() == 2 else ("tensor=2",))
@@ -151,6 +157,11 @@ def test_without_stages(tmp_path: Path) -> None:
     said = run_to_the_end(tmp_path, 2, 1, in_a_layer, vanish, train=train_without_stages)
     assert re.search(r"RankError: rank 0 failed in training step 2, \w+.* with ranks \[0, 1\]: ", said[0]), said
     assert "No word from ranks [1]" in said[0]
+
+
+def test_while_planning(tmp_path: Path) -> None:
+    said = run_to_the_end(tmp_path, 2, 1, in_a_layer, vanish, train=plan_where_one_ended)
+    assert "RankError: rank 0 heard nothing from another rank while both planned: it ended" in said[0], said
 
 
 # --- processes of which one is to fail

@@ -93,6 +93,44 @@ def pass_another_shape(model: ParallelModule, rank: int) -> None:
     train(model, torch.ones(8 - 2 * rank, 8))
 
 
+def step_alone(model: ParallelModule, rank: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, torch.ones(8, 8))
+    if rank == 0:
+        optimizer.step()
+    train(model, torch.ones(8, 8))
+
+
+def step_with_another_learning_rate(model: ParallelModule, rank: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + rank))
+    train(model, torch.ones(8, 8))
+    optimizer.step()
+    train(model, torch.ones(8, 8))
+
+
+def freeze_alone(model: ParallelModule, rank: int) -> None:
+    model.first.requires_grad_(rank == 0)
+    train(model, torch.ones(8, 8))
+
+
+def load_alone(model: ParallelModule, rank: int) -> None:
+    state = model.full_state_dict()
+    if rank == 0:
+        model.load_state_dict(state)
+    train(model, torch.ones(8, 8))
+
+
+def load_another_checkpoint(model: ParallelModule, rank: int) -> None:
+    model.load_state_dict({name: x + rank for name, x in model.full_state_dict().items()})
+    train(model, torch.ones(8, 8))
+
+
+def gather_alone(model: ParallelModule, rank: int) -> None:
+    if rank == 0:
+        model.first.weight.full_tensor()
+    train(model, torch.ones(8, 8))
+
+
 def pass_another_batch_to_a_compiled_model(model: ParallelModule, rank: int) -> None:
     torch._dynamo.reset()
     compiled = compile_for(Mlp(), make_mesh(), "data=2")
@@ -110,6 +148,12 @@ MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     skip_a_backward: ("data=2", RankError, "rank 1 came to training step 4 without"),
     clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
     pass_another_batch_to_a_compiled_model: ("data=2", MeshError, "different batches in call 2 of graph"),
+    step_alone: ("data=2", RankError, r"\b1 of them, the last one by SGD with lr=0\.1"),
+    step_with_another_learning_rate: ("data=2", RankError, r"1 of them, the last one by AdamW with lr=0\.[12], rank"),
+    freeze_alone: ("data=2", RankError, "came to training step 1 of 2 parameters"),
+    load_alone: ("data=2", RankError, "came to load_state_dict 1"),
+    load_another_checkpoint: ("tensor=2", MeshError, "values in load_state_dict 1: 'first.weight', 'first.bias'"),
+    gather_alone: ("tensor=2", RankError, r"came to reading a parameter or gradient \(1\)"),
     pass_another_shape: ("tensor=2", InputShapeError, r"different shapes: .*\[6, 8\] float32"),
 }
 

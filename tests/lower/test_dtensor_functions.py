@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from autopar.lower.parameters.dtensor_functions import watch_functions
 from autopar.lower.parameters.known_meshes import know_mesh, laid_as
+from autopar.lower.parameters.whole_matrices import watch_steps
 from tests.end_to_end.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "vector": lambda p, x: nn.utils.parameters_to_vector([p, p]),
     "histogram": lambda p, x: torch.histc(p.detach(), 4),
     "out": lambda p, x: torch.mul(p.detach(), 2, out=torch.empty_like(x)),
+    "gradient in anomaly detection": lambda p, x: looked_at(p),
 }
 """Of a parameter and a plain tensor of its shape."""
 
@@ -103,6 +105,8 @@ WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropped": lambda p, x: p.copy_(functional.dropout(p, 0.5)),
     "each": lambda p, x: torch._foreach_lerp_([p, p.data[:2]], [x, x[:2]], 0.5),
     "out": lambda p, x: torch.mul(x, 2, out=p.data),
+    "fused SGD": lambda p, x: torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True).step(),
+    "fused Adagrad": lambda p, x: torch.optim.Adagrad([p], lr=0.1, fused=True).step(),
 }
 FOLLOWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a row": lambda p, x: (p[1], p.zero_())[0],
@@ -125,6 +129,12 @@ INITIALIZES: dict[str, Callable[[Any, Tensor], Any]] = {
 LAYOUTS = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()]}
 
 
+def looked_at(p: Tensor) -> Any:
+    with torch.autograd.set_detect_anomaly(True):
+        (2 * p).sum().backward()
+    return p.grad
+
+
 def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -144,6 +154,7 @@ def check_functions() -> None:
     mesh, owner = init_device_mesh("cpu", (2,)), Owner()
     know_mesh(mesh, owner, None, is_whole_world=True)
     watch_functions()
+    watch_steps()
     wrong: list[str] = []
     for layout, placements, start, other in cases():
         like = distribute_tensor(start, mesh, placements)

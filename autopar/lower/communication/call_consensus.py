@@ -23,6 +23,7 @@ import pickle
 import re
 import time
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -50,6 +51,8 @@ _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compilin
 _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
+_NAMED = 8  # inputs in an error: a state has thousands
+_NO_STEPS = 0, 0, ""  # how many steps optimizers made, a digest of their hyperparameters, and what the last one was
 _FEW = 1024  # entries; of an input that is read in Python there are no more
 PLANNING = "the planning for "  # before the kind of a call that runs for the first time with such inputs
 _LOGGER = logging.getLogger("autopar")
@@ -130,6 +133,7 @@ class CallConsensus:
         self._met: set[str] = set()
         self._where = "parallelize"
         self._ran_backward = True
+        self._steps = _NO_STEPS
         self._told = -1  # the call in which this rank left its error, or found another's
         self._written: deque[tuple[int, str, Store]] = deque()  # the records that this rank wrote: call, key, store
         self._late: dict[str, Callable[[], list[Any]]] = {}  # digests of the call before, by `peers`
@@ -181,6 +185,12 @@ class CallConsensus:
             if isinstance(x, Tensor) and x.requires_grad:
                 self._ran_backward = False
                 on_gradient(x, lambda _: self.backward_begins())
+
+    def note_step(self, numbers: Sequence[float], what: str) -> None:
+        """An optimizer makes a step with these hyperparameters; `what` names it in errors."""
+        count, digest, _ = self._steps
+        # A sum, as optimizers of single parameters may step in any order.
+        self._steps = count + 1, (digest + zlib.crc32(repr(numbers).encode())) % 2**32, what
 
     def backward_begins(self) -> None:
         """A backward of this call begins on this rank."""
@@ -252,6 +262,7 @@ class CallConsensus:
                 "inputs": self._digests(digests, peers, waits=waits),
                 "host": {name: int(digests[name]) for name, x in tensors if _is_compared_first(x)},
                 "random": digest_generators(self._device) if self.compares_draws else 0,
+                "steps": self._steps,
             }  # fmt: skip
             self._compare("", {**record, "forms": [], "inputs": ["", {}], "host": {}} if peers else record)
             if peers:
@@ -385,6 +396,13 @@ def _difference(
             f"rank {who} came to {mine['call']} without a backward() since the call before, rank {me + rank - who} "
             "ran one: call it on every rank or on none"
         )
+    if [*mine["steps"][:2]] != [*theirs["steps"][:2]]:
+        here, there = (f"{count} of them{last}" for count, _, last in (mine["steps"], theirs["steps"]))
+        return RankError(
+            f"ranks made unlike steps of optimizers, so that their parameters differ: before {mine['call']} rank {me} "
+            f"had made {here}, rank {rank} {there}. Call optimizer.step() on every rank or on none, with the same "
+            "learning rates and other hyperparameters (give a scheduler numbers that are alike on all ranks)"
+        )
     if mine["inputs"] != theirs["inputs"]:
         call, digests = mine["inputs"]
         unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
@@ -405,9 +423,14 @@ def _is_compared_first(x: Tensor) -> bool:
 
 
 def _unlike_batches(me: int, call: str, rank: int, unlike: Sequence[str], remedy: str) -> MeshError:
+    what, is_state = "batches", call.startswith("load_state_dict")
+    if is_state:
+        what, remedy = "values", "Load the same file on every rank"
+    names = ", ".join(map(repr, unlike[:_NAMED])) + (
+        f" and {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""
+    )
     return MeshError(
-        f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs from that "
-        f"of rank {rank}. {remedy}"
+        f"ranks were given different {what} in {call}: {names} of rank {me} differs from that of rank {rank}. {remedy}"
     )
 
 

@@ -7,12 +7,13 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, RankError
 
 __all__ = ["agree", "agree_equal", "attempt", "is_own_error", "portable", "share"]
 
@@ -28,8 +29,7 @@ def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
         Exception: this rank's own error, or else the lowest failing rank's, with that rank named.
     """
     result, error = attempt(action)
-    errors: list[Any] = [None] * dist.get_world_size(group)
-    _dist.all_gather_object(errors, portable(error), group=group)
+    errors = _all_gather(group, portable(error))
     if error is not None:
         raise error
     _raise_foreign(errors)
@@ -42,25 +42,44 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     if dist.get_rank(group) == 0:
         result, error = attempt(action)
         outcome = [result, portable(error)]
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    with _naming_lost_ranks():
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
 
 
-def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: str) -> None:
-    """Raise on every rank unless `value` is the same on all of `group`.
+def agree_equal(group: dist.ProcessGroup | None, value: str | tuple[str, ...], what: str, remedy: str) -> None:
+    """Raise on every rank unless `value`, or each of as many of them, is the same on all of `group`.
 
     Raises:
-        MeshError: naming `what`, the first rank that differs from the first, and the `remedy`.
+        MeshError: naming `what`, the first rank that differs from the first, those that differ, and the `remedy`.
     """
+    by_rank = _all_gather(group, (value,) if isinstance(value, str) else value)
+    for rank, others in enumerate(by_rank):
+        unlike = [pair for pair in zip(others, by_rank[0], strict=True) if pair[0] != pair[1]]
+        if unlike:
+            here, first = (", ".join(texts) for texts in zip(*unlike, strict=True))
+            raise MeshError(f"ranks were given different {what}: rank {rank} has {here}, rank 0 has {first}. {remedy}")
+
+
+def _all_gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
-    _dist.all_gather_object(values, value, group=group)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise MeshError(
-                f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. {remedy}"
-            )
+    with _naming_lost_ranks():
+        _dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def _naming_lost_ranks() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of the backend
+        raise RankError(
+            f"rank {dist.get_rank()} heard nothing from another rank while both planned: it ended, as its own output "
+            "says, or did not come here within the process group's timeout (timeout= of init_process_group). "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

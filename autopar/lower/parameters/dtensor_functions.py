@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from autopar.errors import MeshError
-from autopar.lower.compat import functions_by, map_leaves, native_functions
+from autopar.lower.compat import functions_by, local_part_of, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import (
     copy_deeply,
@@ -85,6 +87,14 @@ _FOR_SHAPE = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "is_sam
 def watch_functions() -> None:
     """From now on functions of torch on DTensors of parallel modules go through this module."""
     functions_by(_run)
+    _allow_anomaly_detection()
+
+
+@cache
+def _allow_anomaly_detection() -> None:
+    """It asks each gradient for NaNs, below the functions that `_run` sees, by an op that torch has no rule for."""
+    rule: Callable[[Any], Any] = lambda _: [([Replicate()], [Replicate()])]  # noqa: E731
+    register_sharding(torch.ops.aten._is_any_true.default)(rule)
 
 
 class _Step(threading.local):
@@ -267,6 +277,12 @@ def _unscale(call: FunctionCall) -> Any:
     return result
 
 
+def _on_parts(call: FunctionCall) -> None:
+    """What changes tensors that are laid out alike, element by element: each rank does it to its parts of them."""
+    note_write()
+    call.with_leaves(lambda x: local_part_of(x) if isinstance(x, Tensor) else x)
+
+
 _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.data.__set__: set_data,
     _SET_GRAD: set_grad,
@@ -276,4 +292,6 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.backward: _backward,
     _torch.autograd.grad: _gradients,
     _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    _torch._fused_sgd_: _on_parts,
+    _torch._fused_adagrad_: _on_parts,
 }

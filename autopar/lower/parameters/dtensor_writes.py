@@ -51,9 +51,7 @@ def is_across_stages(call: FunctionCall) -> bool:
     """
     if len(call.known) < 2:
         return False
-    lists: list[Any] = (
-        [x for x in call.args if isinstance(x, list | tuple)] if call.name.startswith("_foreach_") else []
-    )
+    lists: list[Any] = [x for x in call.args if isinstance(x, list | tuple)] if "_foreach_" in call.name else []
     return any(_are_across(call, operands) for operands in (zip(*lists, strict=True) if lists else [call.known]))
 
 

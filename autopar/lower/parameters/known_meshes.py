@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,9 @@ from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_te
 from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
 
 __all__ = [
-    "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "placements_of",
-    "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stage_state", "stages_of",
+    "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "note_step",
+    "placements_of", "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stage_state",
+    "stages_of",
 ]  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def know_mesh(
         known.stages = stages
         known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
-    full_tensor_by(lambda x: read_whole(x) if is_known(x) and stages_of(x) is not None else None)
+    full_tensor_by(_full_tensor)
 
 
 def set_apart(*, is_on: bool) -> None:
@@ -126,8 +127,18 @@ def read_whole(x: DTensor) -> Tensor:
         return as_computed(x, whole) if is_differentiable else whole
     if all(each.is_replicate() for each in placements_of(x)):
         return x.full_tensor() if is_differentiable else local_tensor(x).detach()
-    with _reading(calls):
-        return x.full_tensor()
+    return x.full_tensor()
+
+
+def _full_tensor(x: DTensor, own: Callable[[], Tensor]) -> Tensor:
+    if not is_known(x):
+        return own()
+    if stages_of(x) is not None:
+        return read_whole(x)
+    if all(each.is_replicate() for each in placements_of(x)):
+        return own()
+    with _reading(_calls(x)):
+        return own()
 
 
 def stage_norms(tensors: Sequence[DTensor], order: float) -> list[Tensor]:
@@ -152,6 +163,17 @@ def share_largest(like: DTensor, x: Tensor) -> None:
     if stages is not None:
         with _reading(_calls(like), "what the stages found"), torch.no_grad():
             x.copy_(stages.largest(x))
+
+
+def note_step(parameters: Iterable[Tensor], numbers: Sequence[float], what: str) -> None:
+    """An optimizer updates `parameters`, with these hyperparameters; the next call tells whether all ranks did so.
+
+    Those of pipeline stages are left out: optimizers of single parameters step on the ranks that have these.
+    """
+    meshes = {id(p.device_mesh) for p in parameters if isinstance(p, DTensor)}
+    known = (_KNOWN[mesh] for mesh in meshes if mesh in _KNOWN)
+    for calls in {each.calls for each in known if each.calls is not None and each.stages is None}:
+        calls.note_step(numbers, what)
 
 
 @contextmanager

@@ -26,12 +26,12 @@ from autopar.attribute_contents import has_only_values
 from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import whole_copy
-from autopar.lower.compat import local_part_of, make_dtensor
+from autopar.lower.compat import local_part_of, make_dtensor, native_functions
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.dtensor_functions import begin_step, end_step
 from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
-from autopar.lower.parameters.known_meshes import read_whole, stages_of
+from autopar.lower.parameters.known_meshes import note_step, read_whole, stages_of
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
@@ -45,6 +45,7 @@ _BY_ELEMENT = frozenset({
 })  # fmt: skip
 """Those of torch that need no trial."""
 _BY_MASKS = frozenset({"Rprop"})  # ``sign[sign.gt(0)] = ...``, which torch's DTensor has no rule for
+_FUSED_WITHOUT_RULE = frozenset({"SGD", "Adagrad"})  # torch's DTensor knows the fused kernels of Adam and AdamW
 _TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
 _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
 
@@ -111,6 +112,11 @@ class OptimizerService:
             if parameter is not None:
                 yield id(parameter), slices
 
+    def count_trained(self) -> int:
+        """How many parameters require a gradient now."""
+        with native_functions():  # asked of a DTensor, it goes through Python else
+            return sum(p.requires_grad for table, key, _ in self._slots if (p := table.get(key)) is not None)
+
     @cached_property
     def _slots(self) -> list[tuple[dict[str, nn.Parameter | None], str, _Slices]]:
         store = self.store
@@ -134,10 +140,11 @@ def watch_steps() -> None:
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     fit_loaded_state(optimizer)
+    _note(optimizer)
     has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
         if not has_closure:
-            begin_step(_parameters_of(optimizer), is_native=type(optimizer).__name__ not in _BY_MASKS)
+            begin_step(_parameters_of(optimizer), is_native=_has_rules(optimizer))
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if _has_another(optimizer):
@@ -165,6 +172,28 @@ def _has_another(optimizer: Optimizer) -> bool:
     inside = [y for x in own if isinstance(x, dict) for y in cast("dict[Any, Any]", x).values()]
     inside += [y for x in own if isinstance(x, list | tuple) for y in cast("list[Any]", x)]
     return any(isinstance(x, Optimizer) for x in (*own, *inside))
+
+
+def _note(optimizer: Optimizer) -> None:
+    """Tell what is compared across ranks: the numbers among hyperparameters, not those that a device has."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    first = [p for group in groups for p in group["params"][:1]]
+    if any(isinstance(p, DTensor) for p in first):
+        numbers = [x for group in groups for value in group.values() for x in _numbers_in(value)]
+        rate = ", ".join(f"lr={x:g}" for x in _numbers_in(groups[0].get("lr")))
+        note_step(first, numbers, f", the last one by {type(optimizer).__name__}{rate and ' with '}{rate}")
+
+
+def _numbers_in(value: Any) -> list[float]:
+    values = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+    return [x for x in values if isinstance(x, int | float)]
+
+
+def _has_rules(optimizer: Optimizer) -> bool:
+    """Whether torch's DTensor does all functions of a step of this optimizer of torch."""
+    name = type(optimizer).__name__
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return name not in _BY_MASKS and not (is_fused and name in _FUSED_WITHOUT_RULE)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

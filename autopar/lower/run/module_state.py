@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import ModelError
@@ -25,6 +26,7 @@ from autopar.placement import Axis
 __all__ = ["ModuleState", "NamedTensors"]
 
 T = TypeVar("T")
+_SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -102,9 +104,15 @@ class ModuleState(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
 
-        Entries of parameters that other stages hold are passed over.
+        Entries of parameters that other stages hold are passed over.  If there are whole tensors, every rank calls it.
+
+        Raises:
+            MeshError: whole tensors differ between ranks.
         """
         group, stored = self._executor.stages.group, self._store.stored
+        whole = [(name, _sample(x)) for name, x in state_dict.items() if name in stored and _has_values(x)]
+        if whole:
+            self._enter("load_state_dict {}", lambda: (None, whole))
         own = dict(super().named_parameters(remove_duplicate=False))
         others = {name: own[name] for name, x in stored.items() if group not in x.groups}
         mine = {name: x for name, x in state_dict.items() if name not in others}
@@ -147,6 +155,17 @@ class ModuleState(nn.Module):
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
+
+
+def _has_values(x: object) -> bool:
+    """Whether it is a plain tensor, which is to be the same on every rank."""
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Some thousand of its values, which tell checkpoints apart; to compare all takes seconds for a large model."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLED)]
 
 
 def _same(state: Mapping[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:

@@ -142,6 +142,7 @@ class ParallelModule(SubmoduleCalls):
         self._data_split = data_split(executable.program, executable.plan.decisions)
         self._store = store
         self._optimizer_service = OptimizerService(store, communicator)
+        self._num_trained = self._optimizer_service.count_trained()
         self._bound = (communicator, planner, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
@@ -211,6 +212,8 @@ class ParallelModule(SubmoduleCalls):
         changed = self._attributes.changed()
         kind += f" with {settings_text(changed)}" if changed else ""
         kind += "" if kwargs.get("target") is None else " with a target"
+        trained = self._optimizer_service.count_trained() if self.training else self._num_trained
+        kind += "" if trained == self._num_trained else f" of {trained} parameters"
         kind += "" if torch.is_grad_enabled() else " without gradients"
         is_usual = not part and autocast is None and not changed
         if is_usual and self._group_steps is not None and self._takes_groups():

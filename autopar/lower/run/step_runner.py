@@ -45,10 +45,24 @@ def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
         for name, parameter in zip(runner.parameters.names, runner.parameters.current(), strict=True):
             if parameter.requires_grad:
                 trained.setdefault(id(parameter), (name, parameter))
+    for name, parameter in _held_in_common(executor):  # in calls of other forms other groups may read it
+        if parameter.requires_grad:
+            trained.setdefault(id(parameter), (name, parameter))
     named = dict(trained.values())
     if executor.stages.is_pipeline:
         _check_trained(executor.executable.program, named.keys() | trained_elsewhere(executor).keys())
     return named
+
+
+def _held_in_common(executor: Executor) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that this rank's device group and others hold: all of these get the sum of their gradients."""
+    stages, store = executor.stages, executor.store
+    if not stages.is_pipeline:
+        return []
+    names = dict.fromkeys(store.first_name.get(name, name) for name in store.stored)
+    groups = {name: store.stored[name].groups for name in names if name in store.stored}
+    common = [name for name, each in groups.items() if len(each) > 1 and stages.group in each]
+    return [(name, store.module.get_parameter(name)) for name in common]
 
 
 def trained_elsewhere(executor: Executor) -> dict[str, nn.Parameter]:
