@@ -32,7 +32,7 @@ Grid = tuple[int, ...]
 
 # A batch of several sizes is planned for its number of images of each, so numbers are rounded more the more sizes there
 # are: to two leading bits for up to `_FEW_SIZES`, else to powers of two, of which none is less than half of the mean
-# number.  That makes rare sizes computed more often, by 3 to 10 % of all images, and plans of 8 sizes 207 -> 56.
+# number.  That makes rare sizes computed more often, by 2 to 12 % of all images, and plans of 8 sizes 207 -> 56.
 # `benchmarks/image_sizes.py` counts plans, and images of zeros.
 _FEW_SIZES = 3
 _FEW_BITS, _MANY_BITS = 2, 1
