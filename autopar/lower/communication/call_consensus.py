@@ -189,8 +189,10 @@ class CallConsensus:
     def note_step(self, numbers: Sequence[float], what: str) -> None:
         """An optimizer makes a step with these hyperparameters; `what` names it in errors."""
         count, digest, _ = self._steps
-        # A sum, as optimizers of single parameters may step in any order.
-        self._steps = count + 1, (digest + zlib.crc32(repr(numbers).encode())) % 2**32, what
+        # Rounded, as hosts of other processors compute schedules with other last bits; a sum, as optimizers of single
+        # parameters may step in any order.
+        rounded = " ".join(f"{number:.6g}" for number in numbers)
+        self._steps = count + 1, (digest + zlib.crc32(rounded.encode())) % 2**32, what
 
     def backward_begins(self) -> None:
         """A backward of this call begins on this rank."""
