@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 from torch.fx.passes.split_module import split_module
@@ -29,6 +30,7 @@ __all__ = [
     "DispatchMode",
     "ModuleTables",
     "after_backward",
+    "allow_anomaly_detection",
     "can_part",
     "compile_graph",
     "dtensor_like",
@@ -71,6 +73,13 @@ __all__ = [
 ]
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
+
+
+@functools.cache
+def allow_anomaly_detection() -> None:
+    """Have DTensors of gradients in ``detect_anomaly()``, which looks for NaNs by an op that torch has no rule for."""
+    rule: Callable[[Any], Any] = lambda _: [([Replicate()], [Replicate()])]  # noqa: E731
+    register_sharding(torch.ops.aten._is_any_true.default)(rule)
 
 
 def in_transform() -> bool:

@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import register_sharding
 
 from autopar.errors import MeshError
-from autopar.lower.compat import functions_by, local_part_of, map_leaves, native_functions
+from autopar.lower.compat import allow_anomaly_detection, functions_by, local_part_of, map_leaves, native_functions
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import (
     copy_deeply,
@@ -87,14 +85,7 @@ _FOR_SHAPE = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "is_sam
 def watch_functions() -> None:
     """From now on functions of torch on DTensors of parallel modules go through this module."""
     functions_by(_run)
-    _allow_anomaly_detection()
-
-
-@cache
-def _allow_anomaly_detection() -> None:
-    """It asks each gradient for NaNs, below the functions that `_run` sees, by an op that torch has no rule for."""
-    rule: Callable[[Any], Any] = lambda _: [([Replicate()], [Replicate()])]  # noqa: E731
-    register_sharding(torch.ops.aten._is_any_true.default)(rule)
+    allow_anomaly_detection()
 
 
 class _Step(threading.local):

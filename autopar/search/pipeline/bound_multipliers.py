@@ -28,7 +28,7 @@ __all__ = ["MultiplierSearch", "Multipliers"]
 Array = npt.NDArray[np.float64]
 Multipliers = tuple[Array, Array]
 
-# How much of the best multipliers is kept.  For LLaMA-3-405B on 16,384 devices (interleaved 1F1B, 128 stages), 60 steps
+# How much of the best multipliers is kept.  For a 405B model on 16,384 devices (interleaved 1F1B, 128 stages), 60 steps
 # with 0.5 gave 6.276 s, with 0.7 6.288 s and with 0.85 6.297 s, where no more than 6.31 s was possible.
 _KEPT = 0.85
 _NEARLY = 1e-3  # bounds that are so near to the largest possible one are not raised

@@ -34,7 +34,7 @@ __all__ = ["relaxed_bounds", "takes_longer"]
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-# Other multipliers that are tried: a hundred more raised 6.303 s of LLaMA-3-405B on 16,384 devices to 6.315 s, and each
+# Other multipliers that are tried: a hundred more raised 6.303 s of a 405B model on 16,384 devices to 6.315 s, and each
 # takes 10 to 30 ms for a hundred layers.
 _STEPS = 40
 # What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
