@@ -27,8 +27,6 @@ class KnownLayers:
     """Of the meshes of its usual layers."""
     piece_tokens: int = 0
     """Of its program (`Program.piece_tokens`)."""
-    had_room: bool = False
-    """Whether a pipeline fitted with all other numbers that were looked at on the way to these."""
     _made: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     _memory_prices: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     _alive: dict[int, object] = field(default_factory=dict[int, object])

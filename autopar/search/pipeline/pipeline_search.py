@@ -51,7 +51,6 @@ class PipelineSearch:
     limit_bytes: float
     notes: list[str] = field(default_factory=list[str])
     _enough_s: float = math.inf
-    _had_room: bool = True  # with all numbers that were not ruled out as too slow
     _too_slow: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # all shapes of these
     _contexts: dict[tuple[int, frozenset[int]], SearchContext] = field(
         default_factory=dict[tuple[int, frozenset[int]], SearchContext]
@@ -87,7 +86,7 @@ class PipelineSearch:
         if results.best is not None:
             known, shape = self.context.request.known, results.best.shape
             known.numbers, known.inner_sizes = (shape.num_groups, shape.num_microbatches), results.best.inner_sizes
-            known.piece_tokens, known.had_room = self.context.program.piece_tokens, self._had_room
+            known.piece_tokens = self.context.program.piece_tokens
         return results
 
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
@@ -124,10 +123,9 @@ class PipelineSearch:
         groups, count = known.numbers
         is_known = count in counts.get(groups, ())
         if is_known and attempt(groups, count) >= self._enough_s:
-            if known.piece_tokens == self.context.program.piece_tokens or known.had_room:
-                self._had_room &= known.had_room
+            if known.piece_tokens == self.context.program.piece_tokens:
                 return  # what was the best before is no match for what is known by now
-            # Whole logits have left no room for other numbers, of which nothing is known then.
+            # Whole logits may have left no room for any other numbers, of which nothing is known then.
             is_known, known.numbers, known.inner_sizes = False, (0, 0), frozenset()
         if not is_known:
             groups = ordered[len(ordered) // 2]
@@ -176,7 +174,6 @@ class PipelineSearch:
         if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
             return self._rule_out(groups, count)
         if self._has_no_room(context):
-            self._had_room = False
             return math.inf
         best_s, are_ruled_out = math.inf, True
         every: list[Array] = []
@@ -195,10 +192,7 @@ class PipelineSearch:
                 count, frozenset(context.meshes), context.request.training.compiled, np.min(every, axis=0)
             )
             _known_seconds(context).append(own)
-        if are_ruled_out:
-            return self._rule_out(groups, count)
-        self._had_room &= math.isfinite(best_s)
-        return best_s
+        return self._rule_out(groups, count) if are_ruled_out else best_s
 
     def _rule_out(self, groups: int, count: int) -> float:
         """Of so many device groups and microbatches, no pipeline is fast enough: what stands for its seconds."""
