@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.host_cores import usable_cores
 from autopar.progress import shown
 
 __all__ = ["call_in_parallel"]
@@ -44,8 +44,7 @@ def _spare_cores() -> int:
     """Further cores than the one that this process runs on; 0 where processes can't be copied."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores - 1
+    return usable_cores() - 1
 
 
 class _Copy:

@@ -53,9 +53,9 @@ _ASKS = (
     "the model asks here whether it is being traced, and what it computes otherwise can't be traced: the plan has what "
     "it computes under torch.export. If that is not what the model computes when it is called, results differ"
 )
-# Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 # Recurrent modules list their parameters again where these have been replaced, as a trace does.
 _SET_BY_RNNS = r"The tensor attributes? (self[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
+# Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 _MOST_ENTRIES = 64
 _FAILURES = ("_subclasses.fake_tensor", "export", "_export", "fx.experimental.symbolic_shapes")  # loggers of torch
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module

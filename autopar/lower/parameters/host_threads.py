@@ -7,7 +7,6 @@ and write memory: with one thread a step of 1.1e9 parameters took 7.3 s beside a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.host_cores import usable_cores
 from autopar.lower.compat import local_part_of
 
 __all__ = ["host_threads", "widen_host_steps"]
@@ -29,8 +29,7 @@ def host_threads() -> int:
     """This process's share of the cores that it may run on, if one process drives each accelerator of its host; never
     fewer threads than it has.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(torch.get_num_threads(), cores // max(1, torch.accelerator.device_count()))
+    return max(torch.get_num_threads(), usable_cores() // max(1, torch.accelerator.device_count()))
 
 
 @cache

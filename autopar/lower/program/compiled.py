@@ -64,7 +64,7 @@ def compile_program(program: LayerProgram, communicator: Communicator) -> Callab
     return partial(_run, program.module.forward, parts.forward, program.unread) if program.unread else parts.forward
 
 
-def _detaching(module: fx.GraphModule, positions: frozenset[int]) -> fx.GraphModule:
+def _detaching(module: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:
     """A copy of a program whose outputs at these positions are outside of autograd."""
     graph = fx.Graph()
     copied: Any = graph.graph_copy(module.graph, {})
@@ -78,7 +78,7 @@ def _detaching(module: fx.GraphModule, positions: frozenset[int]) -> fx.GraphMod
 def _run(
     run_eagerly: Callable[..., Sequence[Tensor]],
     run: Callable[..., Sequence[Tensor]],
-    positions: frozenset[int],
+    positions: Sequence[int],
     *args: Any,
 ) -> Sequence[Tensor]:
     """``run(*args)``, compiled, whose outputs at these positions get their gradients from ``run_eagerly(*args)``."""
@@ -88,11 +88,11 @@ def _run(
 
         def run_again(*tensors: Tensor) -> list[Tensor]:
             made = run_eagerly(*tensors, context)
-            return [made[position] for position in sorted(positions)]
+            return [made[position] for position in positions]
 
-        detached = [outputs[position] for position in sorted(positions)]
+        detached = [outputs[position] for position in positions]
         made = call_function(_CallerOutputs, run_again, detached, *tensors)
-        for position, output in zip(sorted(positions), made, strict=True):
+        for position, output in zip(positions, made, strict=True):
             outputs[position] = output
     return outputs
 

@@ -69,7 +69,7 @@ class LayerProgram:
     num_microbatches: int
     local: LocalProgram
     rerun: frozenset[str]
-    unread: frozenset[int]
+    unread: tuple[int, ...]
 
 
 def layer_program(
@@ -110,7 +110,7 @@ def layer_program(
     unread = [i for i, x in enumerate(put_out) if x.requires_grad and not gets_gradient(program, x)]
     if not any(gets_gradient(program, x) for x in put_out):
         unread = []  # its backward runs for them or not at all
-    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun), frozenset(unread))
+    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun), tuple(unread))
 
 
 @dataclass
