@@ -91,6 +91,11 @@ class Value:
     role: str
     requires_grad: bool
 
+    @property
+    def can_be_loss(self) -> bool:
+        """Whether a caller may begin ``backward()`` with it: it is one number that a gradient flows into."""
+        return self.type.shape == () and self.requires_grad
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -303,7 +308,8 @@ class Program:
         parameters: value name -> the parameter's name in the module, for every parameter and buffer that is read.
         aliases: further module names of the same tensor (tied weights) -> the name in `parameters`.
         outputs: names of the values that the model returns, in flattened order (repeats allowed).
-        loss: name of the output that is the scalar loss, or "".
+        loss: name of the output that is the scalar loss; "": the caller makes a loss of the outputs, in which several
+            may be scalars.
         updates: buffer value name -> name of the value that replaces it after a forward.
         hoisted: the ops that read only constants and buffers, and no buffer that a forward updates.  Every
             device runs them whole when a step begins, as buffers can be written to between steps.

@@ -62,7 +62,7 @@ class RunningGraph:
             tensors = self._compared(executor.executable.flatten_inputs(given, {}))
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
             executor.begin_step()
-            result = run_step(executor, tensors, seed)
+            result = run_step(executor, tensors, seed).values
             executor.update_buffers(result)
             made = {name: self._output(name, result[name]) for name in dict.fromkeys(program.outputs)}
         entries = iter([made[name] for name in program.outputs])

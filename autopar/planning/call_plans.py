@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -63,6 +64,13 @@ __all__ = [
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 _LOGGER = logging.getLogger("autopar")
+# Constraints that need the program's own loss.
+_NEEDS_LOSS = re.compile(r"\s*(microbatches|schedule|logits)\s*=")
+_ANY_OUTPUT = (
+    "a loss is computed from other outputs than the loss that the model returns, so backward begins with yours, behind "
+    "all forwards and with what they keep in memory. If it is computed in the model's forward, or in loss_fn=, they "
+    "may take turns in microbatches"
+)
 
 
 def stored_as(program: Program, plan: Plan) -> tuple[tuple[str, tuple[int, ...], Layout], ...]:
@@ -115,7 +123,7 @@ class CallPlanner:
         plan = self._first[1]
         if self._groups or not plan.groups:
             return self._groups
-        mode: Mode = (True, "", None)
+        mode = Mode(is_training=True)
         self._traces.set((), is_training=True)
         made: list[Executable] = []
         for group in plan.groups:
@@ -137,18 +145,21 @@ class CallPlanner:
         part: str = "",
         autocast: torch.dtype | None = None,
         settings: Settings = (),
+        any_output: bool = False,
     ) -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
 
         Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes, and calls with
-        attributes other than those of the first program (`settings`) what the model does with these.
+        attributes other than those of the first program (`settings`) what the model does with these.  With `any_output`
+        backward begins with the caller's gradients of any outputs.
 
         Raises:
             InputShapeError: the model takes no such arguments.
             TraceError: it can't be traced on such inputs.
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
-        made = self._made.setdefault((is_training, part, autocast), [])
+        mode = Mode(is_training, part, autocast, any_output)
+        made = self._made.setdefault(mode, [])
         self._traces.set(settings, is_training)
         for executable in made:
             with suppress(InputShapeError):
@@ -156,28 +167,28 @@ class CallPlanner:
                     continue
                 executable.read_inputs(args, kwargs)
                 return executable
-        traced = self._traces.trace(args, kwargs, (is_training, part, autocast))
+        traced = self._traces.trace(args, kwargs, mode)
         executable = None
         if not is_training and not part and not traced.program.carried and is_growing(traced.program, made):
             executable = self._of_any_length(traced, (args, kwargs), autocast)
-        executable = executable or self._of_this_form(traced, (args, kwargs), is_training, part, autocast)
+        executable = executable or self._of_this_form(traced, (args, kwargs), mode)
         made.insert(0, executable._replace(settings=self._traces.read(settings)))
         del made[MOST_FORMS:]
         return made[0]
 
-    def _of_this_form(
-        self, traced: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
-    ) -> Executable:
-        request = self._of_mode(is_training)
-        plan = self._reuse(traced.program, request, self._made[is_training, part, autocast], part)
+    def _of_this_form(self, traced: Traced, call: Call, mode: Mode) -> Executable:
+        request = self._of_mode(mode)
+        plan = self._reuse(traced.program, request, self._made[mode], mode.part)
         if plan is None:
-            padded = self._with_more_rows(traced, call, is_training, part, autocast)
+            padded = self._with_more_rows(traced, call, mode)
             if padded is not None:
                 return padded
             plan = self._search(traced.program, request)
+        if mode.any_output:
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, _ANY_OUTPUT))))
         keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
         if traced.program.carried and not keeps_copies:
-            stored = replace(self._of_mode(is_training), stored=self._stored)
+            stored = replace(request, stored=self._stored)
             plan = self._search(traced.program, stored)
         return executable_of(traced, plan, keeps_copies=keeps_copies)
 
@@ -188,8 +199,11 @@ class CallPlanner:
             inputs = ", ".join(f"{name} {list(program.type_of(name).shape)}" for name in program.inputs)
             raise type(error)(f"a call with {inputs}: {error}") from error
 
-    def _of_mode(self, is_training: bool) -> SearchRequest:
-        if is_training:
+    def _of_mode(self, mode: Mode) -> SearchRequest:
+        if mode.any_output:
+            kept = (text for text in self._request.constraints if not _NEEDS_LOSS.match(text))
+            return replace(self._request, constraints=tuple(kept))
+        if mode.is_training:
             return self._request
         training = replace(self._request.training, is_training=False)
         return replace(self._request, training=training, constraints=(), max_microbatches=1)
@@ -210,18 +224,19 @@ class CallPlanner:
 
         The answer is remembered for each number of rows.
         """
-        made = self._made[False, "", autocast]
+        mode = Mode(is_training=False, autocast=autocast)
+        made = self._made[mode]
         rows, length = short.program.type_of(short.program.inputs[0]).shape
         key = (short.program.inputs, rows, autocast)
         lengths = padded_lengths(length, [self._first[0], *(each.program for each in made)])
         for longest in [] if key in self._no_lengths else lengths:
             given: Call = with_size(map_leaves(shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
             try:
-                long = self._traces.trace(*given, (False, "", autocast))
+                long = self._traces.trace(*given, mode)
                 comparison = compare(short, long, {})
                 check_one_graph(self._traces.twin, *given, range(2, longest + 1))
                 program = reading_last_entry(long.program, comparison.last)
-                plan = self._plan(program, self._of_mode(False), made)
+                plan = self._plan(program, self._of_mode(mode), made)
                 note = f"texts run as {longest} places: none sees those that are added"
                 plan = replace(plan, notes=(*plan.notes, note))
                 return as_any_length(short, long, plan, comparison, lengths_of(longest))
@@ -234,23 +249,21 @@ class CallPlanner:
         plan = self._reuse(program, request, made, "")
         return plan_like(program, *self._first, self._prices, request) if plan is None else plan
 
-    def _with_more_rows(
-        self, short: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
-    ) -> Executable | None:
+    def _with_more_rows(self, short: Traced, call: Call, mode: Mode) -> Executable | None:
         """What runs the call with a few more rows that don't count, where that is exact, by a plan that is known."""
         rows = short.program.batch_size
-        made = self._made[is_training, part, autocast]
-        known = [] if part else [self._first]
+        made = self._made[mode]
+        known = [] if mode.part else [self._first]
         for longer in padded_rows(rows, [*known, *((each.program, each.plan) for each in made)]):
             args, kwargs = with_size(map_leaves(shape_of, call), 0, rows, longer)
             try:
-                long = self._traces.trace(args, kwargs, (is_training, part, autocast))
+                long = self._traces.trace(args, kwargs, mode)
                 fills = ignored_labels(long.program)
                 comparison = compare(short, long, fills, has_copies=True)
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, PaddingError) as error:
                 _LOGGER.debug("%s rows are not padded to %s: %s", rows, longer, error)
                 return None
-            plan = None if comparison.last else self._reuse(long.program, self._of_mode(is_training), made, part)
+            plan = None if comparison.last else self._reuse(long.program, self._of_mode(mode), made, mode.part)
             if plan is not None:
                 note = f"batches of {rows} rows run as {longer}: the rows that are added count for nothing"
                 kept = (text for text in plan.notes if "run as" not in text)

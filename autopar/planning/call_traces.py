@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,30 @@ from autopar.trace import (
     default_example_inputs,
     require_target,
     trace,
+    without_loss,
 )
 
 __all__ = [
     "CallTraces", "ExampleInputs", "Mode", "as_call", "example_call", "on_meta", "shape_of", "trace_model",
 ]  # fmt: skip
 
-Mode = tuple[bool, str, torch.dtype | None]
-"""In training mode, the submodule that is called, autocast's dtype."""
+
+class Mode(NamedTuple):
+    """What calls are beside their inputs.
+
+    Args:
+        is_training: in training mode.
+        part: the submodule that is called; ``""``: the model.
+        autocast: to which dtype calls are autocast; None: to none.
+        any_output: backward begins with the caller's gradients of any outputs.
+    """
+
+    is_training: bool
+    part: str = ""
+    autocast: torch.dtype | None = None
+    any_output: bool = False
+
+
 _MOST_TRACES = 8  # those that padding asks for again are recent; each holds as much as an executable
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
@@ -115,7 +131,7 @@ class CallTraces:
         self._first: tuple[Program, Plan] = traced.program, plan
         self.twin = on_meta(model)
         own_records(self.twin, model)  # its attributes are `set`
-        self._known: dict[Mode, list[tuple[Settings, Traced]]] = {(traced.program.training, "", None): [((), traced)]}
+        self._known: dict[Mode, list[tuple[Settings, Traced]]] = {Mode(traced.program.training): [((), traced)]}
         self._dtype = dtype
         self._device_type = device_type
         self._finish = finish
@@ -143,8 +159,7 @@ class CallTraces:
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""
-        is_training, part, autocast = mode
-        model = as_model(self.twin, part)
+        model = as_model(self.twin, mode.part)
         positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
         known = self._known.setdefault(mode, [])
         for settings, traced in known:
@@ -160,11 +175,14 @@ class CallTraces:
             raise InputShapeError(str(error)) from error
         with torch.autocast("cpu", enabled=False):  # which this may be called in
             traced = trace(
-                model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
+                model, positional, named, training=mode.is_training, dtype=self._dtype, autocast=mode.autocast,
                 device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)),
             )  # fmt: skip
-        traced = replace(traced, program=variant_like(traced.program, self._first[0]))
-        traced = self._finish(require_target(model, traced) if is_training else traced)
+        program = traced.program
+        program = without_loss(program) if mode.any_output else variant_like(program, self._first[0])
+        traced = replace(traced, program=program)
+        requires_target = mode.is_training and not mode.any_output  # which a first run had
+        traced = self._finish(require_target(model, traced) if requires_target else traced)
         known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]
         self.reads |= traced.reads

@@ -9,7 +9,7 @@ nothing can be communicated along it; only these moves are possible:
   what is made of parameters alone);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
 * the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient
-  end as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
+  end as slices (``S(d)``), which the runtime joins, and whose gradients it slices, and single numbers as such a sum.
 
 Ops that need the whole batch may take each microbatch for it where the user says so by name (``"batch_norm:
 per_microbatch"``).  The result differs from one device's, so it is never chosen without that constraint, and the plan
@@ -66,7 +66,10 @@ def time_assignment(
     if num_microbatches == 1:
         return TimeAssignment({layer.kind: () for layer in program.kinds})
     if not (program.loss or joins_outputs):
-        return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
+        return (
+            "the caller computes the loss from whole outputs, so that microbatches can't take turns: return it from "
+            "forward as 'loss', or give loss_fn="
+        )
     problem = build_problem(program, num_microbatches, per_microbatch)
     stuck = propagate_forward(problem)
     blocked = stuck.op if stuck is not None else narrow(problem, problem.constraints)

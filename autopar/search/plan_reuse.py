@@ -45,7 +45,7 @@ def reuse_plan(plan: Plan, planned_rows: int, program: Program, prices: Prices, 
     """
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
     counts = _microbatch_counts(plan, planned_rows, program, allowed / (1 + request.memory_error))
-    for count, schedule, strategies in itertools.product(counts, _schedules(plan), _in_pieces(plan)):
+    for count, schedule, strategies in itertools.product(counts, _schedules(plan, program), _in_pieces(plan)):
         candidate = plan.with_decisions(
             fingerprint=program.fingerprint,
             num_microbatches=count,
@@ -108,11 +108,13 @@ def _microbatch_counts(plan: Plan, planned_rows: int, program: Program, limit_by
     return tuple(dict.fromkeys((*first, *(count for count in closest if rows % (count * row.ranks) == 0))))
 
 
-def _schedules(plan: Plan) -> Iterable[str]:
-    """The plan's own; for fewer microbatches than it needs, one that takes any number."""
+def _schedules(plan: Plan, program: Program) -> Iterable[str]:
+    """The plan's own; for fewer microbatches than it needs, or a loss that comes later, one that takes these."""
     if not plan.stages:
         return (plan.schedule,)
-    return dict.fromkeys((plan.schedule, simplest_schedule(plan.schedule, plan.num_groups, len(plan.stages))))
+    has_loss = program.has_loss_in_layers or not program.training
+    simplest = simplest_schedule(plan.schedule, plan.num_groups, len(plan.stages), has_loss=has_loss)
+    return dict.fromkeys((plan.schedule, simplest))
 
 
 def _in_pieces(plan: Plan) -> Iterable[tuple[LayerStrategy, ...]]:

@@ -283,10 +283,13 @@ def _note_host_update(plan: Plan) -> str:
 
 
 def _note_outputs(program: Program) -> str:
-    """With microbatches only the loss, if there is one, can be differentiated."""
-    if not program.loss:
-        return ""
+    """What a caller should know who makes a loss of several outputs."""
     late = {each.place for each in program.late}
     names = (name for place, name in enumerate(program.outputs) if place not in late and name != program.loss)
-    others = ", ".join(dict.fromkeys(names))
-    return f"in microbatches only the loss carries gradients; these outputs don't: {others}" if others else ""
+    others = ", ".join(dict.fromkeys(name for name in names if program.values[name].requires_grad))
+    if not program.loss or not others:
+        return ""
+    return (
+        f"backward runs inside the forward call, from {program.loss} alone. If your loss reads other outputs as well "
+        f"({others}), the first step runs twice, and further ones by a plan whose backward begins with your loss"
+    )

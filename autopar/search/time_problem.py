@@ -195,8 +195,9 @@ def _follow_batch(problem: TimeProblem) -> None:
 def _require_outputs(problem: TimeProblem, program: Program, producer: Mapping[str, Variable]) -> None:
     for name in program.outputs:
         if name in producer:
-            is_joined = not program.loss and program.values[name].requires_grad
-            problem.final.setdefault(producer[name], {"S"} if is_joined else {"R", "S", "P"})
+            value = program.values[name]
+            joined = ({"P"} if value.can_be_loss else {"S"}) if not program.loss and value.requires_grad else set("RSP")
+            problem.final.setdefault(producer[name], joined)
     for name in (*program.updates.values(), *program.tail_reads):
         if name in producer:
             problem.final[producer[name]] = {"P"} if program.values[name].requires_grad else {"R", "P"}

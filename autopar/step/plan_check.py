@@ -14,7 +14,7 @@ from autopar.plan.decisions import decision_problems
 from autopar.plan.records import encode_record
 from autopar.program import Layer, Op, Program
 from autopar.step.activation_policies import can_rerun, rerun_ops
-from autopar.step.plan_typing import derivation_problems, storage_problems, value_problems
+from autopar.step.plan_typing import derivation_problems, schedule_problems, storage_problems, value_problems
 
 __all__ = ["check_fit", "check_same_decisions", "check_same_program"]
 
@@ -109,7 +109,9 @@ def _problems(plan: Plan, program: Program, *, same_shapes: bool) -> Iterator[st
         return
     problems = [*_strategy_problems(plan, program, same_shapes=same_shapes)]
     if not problems and same_shapes:
-        problems = [*storage_problems(program, plan), *derivation_problems(program, plan)]
+        problems = [
+            *storage_problems(program, plan), *derivation_problems(program, plan), *schedule_problems(program, plan),
+        ]  # fmt: skip
     yield from problems
 
 

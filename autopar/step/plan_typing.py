@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.errors import PlanMismatchError
 from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
+from autopar.schedules import find_schedule
 from autopar.step.activation_policies import policy_names, rerun_ops
 from autopar.step.instructions import LocalProgram, RunOp
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 
-__all__ = ["ZERO_LEVELS", "derivation_problems", "storage_problems", "value_problems"]
+__all__ = ["ZERO_LEVELS", "derivation_problems", "schedule_problems", "storage_problems", "value_problems"]
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -104,13 +105,39 @@ def derivation_problems(program: Program, plan: Plan) -> Iterator[str]:
             if count > 1 and program.training:
                 yield from _repeated_gradients(program, first, strategy, derived[key], count)
         times.update(zip(layer.outputs, derived[key].output_times, strict=True))
-    for name in program.loss_terms if count > 1 and program.training else ():
-        time = times.get(name, REPLICATE)
-        if name in times and time.kind != "P" and program.values[name].requires_grad:
+    if count > 1 and program.training:
+        yield from _returned_problems(program, times, count)
+
+
+def _returned_problems(program: Program, times: Mapping[str, Placement], count: int) -> Iterator[str]:
+    """What backward begins with and can't be put together from `count` microbatches, by its placements in time."""
+    for name in program.loss_terms if program.loss else dict.fromkeys(program.outputs):
+        value, time = program.values[name], times.get(name, REPLICATE)
+        if name not in times or not value.requires_grad:
+            continue
+        if (program.loss or value.can_be_loss) and time.kind != "P":
             yield (
                 f"the loss {name} is {time} in time, but each of the {count} microbatches must give a term of it (P): "
                 "choose the batch's factor in time for the ops that make it"
             )
+        elif not (program.loss or value.can_be_loss or time.is_shard):
+            yield (
+                f"the output {name} is {time} in time, but each of the {count} microbatches must give its rows (S), as "
+                "the caller computes the loss: choose the batch's factor in time for the ops that make it"
+            )
+
+
+def schedule_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """A schedule that begins backward before a loss is known.  The plan's stages fit its schedule otherwise."""
+    begins_early = program.training and plan.stages and not find_schedule(plan.schedule).forwards_first
+    if begins_early and not program.has_loss_in_layers and plan.num_microbatches > 1:
+        made = (
+            "is computed from sums over the whole batch" if program.loss else "is the caller's, of the model's outputs"
+        )
+        yield (
+            f"schedule {plan.schedule} begins backward passes before all forward passes have ended, but the loss "
+            f"{made}: choose a schedule like gpipe"
+        )
 
 
 def _repeated_gradients(

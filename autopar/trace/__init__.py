@@ -12,6 +12,7 @@ from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
 from autopar.trace.layers import LayerNeeds
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
+from autopar.trace.loss_output import without_loss
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
 from autopar.trace.shared_memory import check_memory
@@ -49,5 +50,6 @@ __all__ = [
     "require_target",
     "run_captured",
     "trace",
+    "without_loss",
     "without_target",
 ]

@@ -37,6 +37,7 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
+from autopar.trace.loss_output import find_loss
 from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
@@ -156,6 +157,7 @@ def trace(
     graph, pieces = _merge_within_layers(graph, layers)
     graph = attach_factors(graph)
     values = _values(graph)
+    loss, notes = find_loss(captured.outputs, graph, values)
     program = Program(
         values=values,
         layers=assign_kinds(build_layers(graph, pieces), values, graph),
@@ -164,9 +166,9 @@ def trace(
         parameters=graph.parameters,
         aliases={name: first for name, first in captured.names.items() if name != first},
         outputs=graph.outputs,
-        loss=_find_loss(captured.outputs, graph.outputs, values),
+        loss=loss,
         updates=graph.updates,
-        notes=graph.notes,
+        notes=(*graph.notes, *(notes if is_training else ())),
         fingerprint=fingerprint(graph, values, training=is_training),
         training=is_training,
         carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
@@ -267,15 +269,3 @@ def _values(graph: Graph) -> dict[str, Value]:
         name: Value(name, kind, graph.roles.get(name, "op"), requires_grad=name in live)
         for name, kind in graph.types.items()
     }
-
-
-def _find_loss(structure: Structure, outputs: Sequence[str], values: Mapping[str, Value]) -> str:
-    """The scalar output that a gradient can start from: one called "loss" if there is, else the first."""
-    results = [
-        (end.path[-1:] != ("loss",), outputs[end.index])
-        for end in walk(structure)
-        if isinstance(end, Leaf)
-        and values[outputs[end.index]].type.shape == ()
-        and values[outputs[end.index]].requires_grad
-    ]
-    return min(results, key=lambda pair: pair[0])[1] if results else ""

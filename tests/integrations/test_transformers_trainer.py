@@ -115,12 +115,12 @@ def check_training(folder: Path, name: str, constraints: tuple[str, ...], resume
 
 
 def check_loss_outside(folder: Path) -> None:
-    """Label smoothing computes its loss of the logits, so the plan has one microbatch."""
+    """Label smoothing computes its loss of the logits, not known before the first backward comes to them."""
     from autopar.integrations.transformers import AutoparTrainer
 
     as_torchrun()
     kwargs = {"label_smoothing_factor": 0.1, "max_steps": 2}
-    trained = trainer(AutoparTrainer, folder / "smooth", 2, options={"constraints": "data=2"}, **kwargs)
+    trained = trainer(AutoparTrainer, folder / "smooth", 2, options={"constraints": "pipeline=2"}, **kwargs)
     trained.train()
     assert history(trained) == [
         pytest.approx(each, rel=1e-6) for each in json.loads((folder / "smooth.json").read_text())

@@ -80,7 +80,7 @@ def test_a_vocabulary_is_cut() -> None:
 
 
 def test_logits_are_those_of_one_device_until_parameters_change() -> None:
-    """They come when they are read, whole on every rank; without gradients, which is said where one is wanted."""
+    """They come when they are read, whole on every rank; without gradients where no planner can plan for them."""
     who, plan = pieces_of("llama"), plan_in_pieces("llama", 2, ("pipeline=2", "microbatches=4", "schedule=1f1b"))
     with torch.no_grad():
         expected = who.model.train()(**who.inputs).logits

@@ -58,7 +58,7 @@ def test_samples_that_are_compared_with_each_other_are_refused_by_op() -> None:
 def test_without_a_loss_there_is_nothing_to_add_up() -> None:
     found = time_assignment(replace(PROGRAM, loss=""), 2)
     assert isinstance(found, str)
-    assert "no scalar loss" in found
+    assert "computes the loss from whole outputs" in found
 
 
 def outputs_model(*, returns_weight: bool = False) -> Program:
@@ -78,7 +78,7 @@ def test_outputs_are_joined_where_the_runtime_does_that() -> None:
     assert isinstance(found, TimeAssignment)
     assert found.factors[0][0] == "d0"
     assert not found.notes
-    assert "no scalar loss" in str(time_assignment(program, 2))
+    assert "computes the loss from whole outputs" in str(time_assignment(program, 2))
 
 
 def test_an_output_that_every_microbatch_gives_whole_can_not_be_joined() -> None:

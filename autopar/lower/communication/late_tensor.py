@@ -39,6 +39,11 @@ class LateTensor(Tensor):
         like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
         return LateTensor.of(view(like).requires_grad_(self.requires_grad), lambda: view(self.whole()))
 
+    def followed_by(self, action: Callable[[Tensor], Tensor]) -> LateTensor:
+        """``action(...)`` of the whole tensor, of the same shape, once that is read."""
+        like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return LateTensor.of(like.requires_grad_(self.requires_grad), lambda: action(self.whole()))
+
     def whole(self) -> Tensor:
         """The whole tensor; the first time every rank must call it."""
         if self._gathered is None:

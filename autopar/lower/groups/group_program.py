@@ -139,7 +139,7 @@ class GroupProgram:
     def _run_row(self, tensors: Sequence[Tensor], weight: float, seed: int, gradients: Gradients) -> Tensor:
         executor, loss_name = self.executor, self.executable.program.loss
         with torch.enable_grad():
-            values = run_step(executor, executor.take_parts(tensors), seed)
+            values = run_step(executor, executor.take_parts(tensors), seed).values
             loss = executor.outputs.make(loss_name, values[loss_name]) * weight
         values.clear()
         trained = {name: p for name in self.parts if (p := self._module.get_parameter(name)).requires_grad}

@@ -33,10 +33,12 @@ class ExecutablePlanner(Protocol):
         part: str = "",
         autocast: torch.dtype | None = None,
         settings: Settings = (),
+        any_output: bool = False,
     ) -> Executable:
         """For calls of the model, or of its submodule `part`, inside of ``torch.autocast`` to that dtype.
 
-        `settings` are all attributes that differ from when the model was parallelized.
+        `settings` are all attributes that differ from when the model was parallelized.  With `any_output` backward
+        begins with the caller's gradients of any outputs.
         """
         ...
 
@@ -102,10 +104,13 @@ class CallExecutors:
         self.attributes = attributes
         attributes.watch(planner.reads if planner is not None else attributes.names)
         self._has_warned = False
+        self._from_any_output: dict[Executor, Executor] = {}  # in place of those whose backward begins with the loss
         # By mode, submodule and autocast's dtype, the one that was used last in front.
         self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
-        self._remember(first, mode, "", planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s))
+        self._remember(
+            first, mode, "", self.autocast, planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s)
+        )
 
     @property
     def plans(self) -> tuple[PlannedCall, ...]:
@@ -185,12 +190,46 @@ class CallExecutors:
         """
         settings = self.attributes.changed()
         known = self._look_up(args, kwargs, settings, is_training=is_training, part=part)
-        return self._make_known(args, kwargs, self._mode(is_training), part) if known is None else known[0]
+        if known is not None:
+            return known[0]
+        mode = self._mode(is_training)
+        any_output = mode and not part and bool(self._from_any_output)
+        return self._make_known(args, kwargs, mode, part, self.autocast, any_output=any_output)
 
-    def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> PlannedCall:
+    @property
+    def can_plan(self) -> bool:
+        """Whether calls that are not known yet can be planned."""
+        return self._planner is not None
+
+    def from_any_output(
+        self,
+        executor: Executor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        part: str,
+        autocast: torch.dtype | None,
+    ) -> Executor:
+        """What runs this training call, which `executor` ran, with a backward that begins with gradients of any output.
+
+        From now on such calls run by it, and other training calls are planned so.
+
+        Raises:
+            AutoparError: there is no such plan.
+        """
+        if executor not in self._from_any_output:
+            self._make_known(args, kwargs, True, part, autocast, any_output=True)
+            known = self._known[True, part, autocast]
+            self._from_any_output[executor] = known[0][1]
+            known[1:] = [each for each in known[1:] if each[1] is not executor or executor is self.first]
+        return self._from_any_output[executor]
+
+    def _make_known(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str, autocast: torch.dtype | None,
+        *, any_output: bool = False,
+    ) -> PlannedCall:  # fmt: skip
         started_s = time.perf_counter()
-        executor = self._make(args, kwargs, mode, part)
-        known = self._remember(executor, mode, part, planning_s=time.perf_counter() - started_s)
+        executor = self._make(args, kwargs, mode, part, autocast, any_output=any_output)
+        known = self._remember(executor, mode, part, autocast, planning_s=time.perf_counter() - started_s)
         if len(known) > MOST_FORMS:
             oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
             del known[oldest]
@@ -223,7 +262,7 @@ class CallExecutors:
         return is_training and self.first.executable.program.training
 
     def _remember(
-        self, executor: Executor, mode: bool, part: str, planning_s: float
+        self, executor: Executor, mode: bool, part: str, autocast: torch.dtype | None, planning_s: float
     ) -> list[tuple[PlannedCall, Executor]]:
         program, plan = executor.executable.program, executor.executable.plan
         plain = [name for name in program.inputs if name not in program.carried]
@@ -231,13 +270,16 @@ class CallExecutors:
             f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in plain
         )
         text += ", keys and values" if len(plain) < len(program.inputs) else ""
-        text += f", autocast to {self.autocast}" if self.autocast else ""
+        text += f", autocast to {autocast}" if autocast else ""
         text += f", {settings_text(executor.executable.settings)}" if executor.executable.settings else ""
-        known = self._known.setdefault((mode, part, self.autocast), [])
+        known = self._known.setdefault((mode, part, autocast), [])
         known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
         return known
 
-    def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> Executor:
+    def _make(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str, autocast: torch.dtype | None,
+        *, any_output: bool,
+    ) -> Executor:  # fmt: skip
         first = self.first
         if self._planner is None:
             if part:
@@ -253,7 +295,8 @@ class CallExecutors:
                     "buffers, so eval() needs a planner"
                 )
             return first
-        executable = self._planner(args, kwargs, mode, part, self.autocast, self.attributes.changed(everywhere=True))
+        settings = self.attributes.changed(everywhere=True)
+        executable = self._planner(args, kwargs, mode, part, autocast, settings, any_output=any_output)
         self.attributes.watch(self._planner.reads)
         self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self.compile_layers)

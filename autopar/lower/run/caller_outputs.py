@@ -18,7 +18,7 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Cuts, Executable
 
-__all__ = ["caller_outputs", "cut_outputs", "do_outputs_fit"]
+__all__ = ["caller_outputs", "cut_outputs", "differentiable_outputs", "do_outputs_fit"]
 
 Later = Callable[[str, Callable[[], Tensor]], Tensor]
 """``(name, gather)`` -> ``gather()``, when all ranks have come to read the output of that name."""
@@ -42,11 +42,33 @@ def caller_outputs(
         name: _output(executor, name, values.get(name), later, is_later or name in late)
         for name in dict.fromkeys(names)
     }
-    for name, x in made.items():
+    for x in made.values():
         _take_plain_gradients(x)
-        if isinstance(x, Tensor) and _had_its_step(executor, name) and not isinstance(x, LateTensor | DTensor):
-            made[name] = refuse_gradient(x, _no_gradient(executor, name))
     return [made[name] for name in names]
+
+
+def differentiable_outputs(
+    executor: Executor, outputs: Sequence[Tensor | None], with_gradient: Callable[[int, Tensor], Tensor] | None
+) -> list[Tensor | None]:
+    """The outputs of a step, with a gradient also where the step's backward is over, if they have one on one device.
+
+    `with_gradient` gives it to an output at a place; None: there is none, which is an error of the backward that comes
+    to it.  DTensors (``outputs="local"``) have none either.
+    """
+
+    def give(place: int, name: str, x: Tensor) -> Tensor:
+        if with_gradient is None:
+            return refuse_gradient(x, _no_gradient(executor, name))
+        made = with_gradient(place, x)
+        _take_plain_gradients(made)
+        return made
+
+    made = list(outputs)
+    for place, (name, x) in enumerate(zip(executor.executable.program.outputs, outputs, strict=True)):
+        if x is None or isinstance(x, DTensor | CarriedTensor) or not _had_its_step(executor, name):
+            continue
+        made[place] = x.followed_by(partial(give, place, name)) if isinstance(x, LateTensor) else give(place, name, x)
+    return made
 
 
 def cut_outputs(names: Sequence[str], outputs: Sequence[Tensor | None], cuts: Cuts) -> list[Tensor | None]:
@@ -107,9 +129,8 @@ def _no_gradient(executor: Executor, name: str) -> OutputError:
     cut = "pipeline stages" if executor.stages.is_pipeline else "microbatches"
     return OutputError(
         f"a loss is computed from the output {name!r}, but with {cut} the backward passes run inside the forward call, "
-        f"from the output {loss!r} alone. Compute the loss in the model's forward (or in loss_fn=) and return it as "
-        "'loss', use output.detach() if no gradient is meant, or plan with the constraints 'pipeline=1' and "
-        "'microbatches=1'"
+        f"from the output {loss!r} alone, and this module was lowered without a planner for other backwards. Compute "
+        "the loss in the model's forward and return it as 'loss', or use output.detach() if no gradient is meant"
     )
 
 
@@ -148,7 +169,7 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
             whole = None if value is None else executor.outputs.join_devices(name, value)
             shared = executor.share_across_groups(name, whole)
             _take_plain_gradients(shared)
-        return refuse_gradient(shared, _no_gradient(executor, name)) if is_over else shared
+        return shared
 
     like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(tensor_type.shape)
     return LateTensor.of(like.requires_grad_(is_differentiable or is_over), lambda: later(name, gather))

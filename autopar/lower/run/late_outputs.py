@@ -17,7 +17,7 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.program import LateOutput
 
-__all__ = ["LateReader", "with_late_outputs"]
+__all__ = ["LateReader", "parameter_versions", "with_late_outputs"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,14 @@ class LateReader:
             ``check()`` raises on none.
         whole: a parameter by its name in the module, whole; all ranks call it.
         part: this rank's part of it, None if it has none.
+        with_gradient: ``(place, output)`` -> the output, with a gradient (`autopar.lower.run.run_step.StepResults`);
+            None: there is none to be had.
     """
 
     read: Callable[[str, Callable[[], None], Callable[[], Tensor]], Tensor]
     whole: Callable[[str], Tensor]
     part: Callable[[str], Tensor | None]
+    with_gradient: Callable[[int, Tensor], Tensor] | None = None
 
 
 def with_late_outputs(
@@ -54,11 +57,11 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
     given = late.ops[0].operands[0]
     names = tuple(dict.fromkeys(n for op in late.ops for n in op.operands if n not in made and n != given))
     members = {name: program.parameters[name] for name in names}
-    versions = _versions(store, reader)
+    versions = parameter_versions(store, reader.part)
     is_recorded = torch.is_grad_enabled() and value.requires_grad
 
     def check() -> None:
-        if versions != _versions(store, reader):
+        if versions != parameter_versions(store, reader.part):
             raise OutputError(
                 f"output {late.result!r} is computed when it is read (this plan makes logits in pieces of "
                 f"{program.piece_tokens} tokens), but parameters have changed since the call that returned it: read it "
@@ -79,6 +82,8 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
         output = reader.read(late.result, check, run)
         if not (is_recorded and torch.is_grad_enabled()):
             return output
+        if reader.with_gradient is not None:
+            return reader.with_gradient(late.place, output)
         return refuse_gradient(output, _no_gradient(late.result))
 
     # Rows may be this rank's own.
@@ -91,15 +96,16 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
 def _no_gradient(name: str) -> OutputError:
     return OutputError(
         f"a loss is computed from the output {name!r}, of which this plan has no gradients: it makes logits in "
-        "pieces of tokens, forward and backward together. Plan with the constraint 'logits=whole', or compute that "
-        "loss in the model's forward"
+        "pieces of tokens, forward and backward together, and ranks pass their own rows. Compute that loss in the "
+        "model's forward"
     )
 
 
-def _versions(store: ParameterStore, reader: LateReader) -> list[int]:
-    """How often each parameter of this rank has been written to: that of another stage may be the one that is read.
+def parameter_versions(store: ParameterStore, part_of: Callable[[str], Tensor | None]) -> list[int]:
+    """How often each parameter of this rank, as `part_of` gives it by name, has been written to: that of another stage
+    may be the one that is read.
 
     An optimizer that writes to a DTensor counts at that, and what writes to its local part counts there.
     """
-    parts = (reader.part(name) for name in store.stored)
+    parts = (part_of(name) for name in store.stored)
     return [version_of(x) for part in parts if part is not None for x in (part, local_part_of(part))]

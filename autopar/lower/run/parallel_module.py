@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.sharded_rows import ShardedRows
 from autopar.lower.compat import in_transform, leaves_of, map_leaves, named_tensors
 from autopar.lower.groups.group_steps import GroupSteps
-from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.dtensor_functions import end_step, watch_functions
@@ -35,16 +32,15 @@ from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
 from autopar.lower.run.call_inputs import Call, CallInputs
-from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, do_outputs_fit
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.late_outputs import LateReader, with_late_outputs
-from autopar.lower.run.lowering import Cuts, Executable
+from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
-from autopar.lower.run.run_step import run_step
+from autopar.lower.run.second_run import StepCall
 from autopar.lower.run.stage_map import StageMap
-from autopar.lower.run.submodule_calls import SAME_INPUTS, SubmoduleCalls, plain_input, read_input
+from autopar.lower.run.step_calls import StepCalls
+from autopar.lower.run.submodule_calls import SAME_INPUTS, plain_input, read_input
 from autopar.lower.run.submodules import bind_submodules, save_own_parts
 from autopar.step.data_split import data_split
 from autopar.step.plan_check import check_same_program
@@ -85,7 +81,7 @@ def lower(
     return made
 
 
-class ParallelModule(SubmoduleCalls):
+class ParallelModule(StepCalls):
     """Runs a model on all devices: call it, train it and save it as the original.
 
     What `lower` returns is an instance of the original's class, too, with its attributes and methods.  Every rank
@@ -100,7 +96,6 @@ class ParallelModule(SubmoduleCalls):
         call_inputs: makes the inputs of calls whole, where ranks pass their own rows or DTensors.
     """
 
-    whole_outputs: bool | None
     call_inputs: CallInputs | None = None
 
     def __init__(
@@ -228,13 +223,10 @@ class ParallelModule(SubmoduleCalls):
         if executor is not self._executor:
             self._first_steps.interrupt()
         calls = self._communicator.calls
-        cuts = executor.executable.cuts(args, kwargs)
-        with torch.autocast(self._communicator.device.type, enabled=False) if autocast else nullcontext():
-            if calls is None:
-                return self._compute(executor, tensors, kind, cuts)
-            with calls.failing():
-                outputs = self._compute(executor, tensors, kind, cuts)
-        calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
+        made = self._compute(executor, tensors, StepCall(kind, args, kwargs, part, autocast))
+        outputs = executor.executable.unflatten_outputs(made)
+        if calls is not None:
+            calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs
 
     def _takes_groups(self) -> bool:
@@ -290,40 +282,6 @@ class ParallelModule(SubmoduleCalls):
             self._plan_call(PLANNING + kind, *plain, part)
             ready, problem = attempt(look_up)
         return give
-
-    def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str, cuts: Cuts) -> Any:
-        executable = executor.executable
-        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
-        executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
-        executor.outputs.cut = frozenset(cuts)
-        seed = agree_base_seed(self._communicator) if executor.is_random else 0
-        executor.begin_step()
-        values = run_step(executor, executor.take_parts(tensors), seed)
-        executor.update_buffers(values)
-        one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '', 1)}"
-        outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
-        outputs = cut_outputs(executable.program.outputs, outputs, cuts)
-        if self.call_inputs is not None and self.call_inputs.is_local:
-            rows = executor.outputs.rows
-            named = zip(executable.program.outputs, outputs, strict=True)
-            outputs = [self.call_inputs.own_rows(x, rows[name]) if name in rows else x for name, x in named]
-        if executable.program.late:
-            read = partial(self._read_output, one)
-            reader = LateReader(
-                lambda name, check, compute: read(name, compute, check),
-                lambda name: self._whole(name, self._own_part(name)),
-                self._own_part,
-            )
-            outputs = with_late_outputs(executor, outputs, self._store, reader)
-        return executable.unflatten_outputs(outputs)
-
-    def _read_output(
-        self, kind: str, name: str, gather: Callable[[], Tensor], check: Callable[[], None] = lambda: None
-    ) -> Tensor:
-        self._enter(f"reading output {name!r} of {kind} ({{}})", lambda: (check(), ()))
-        calls = self._communicator.calls
-        with nullcontext() if calls is None else calls.failing():
-            return gather()
 
     def extra_repr(self) -> str:
         """One line about the plan."""

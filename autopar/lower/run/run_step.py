@@ -2,14 +2,15 @@
 
 - With the loss in the program and several microbatches or stages, forward and backward of all microbatches run in the
   call; the loss that comes back carries their gradients, and its ``backward()`` hands them out, scaled by the gradient
-  that it gets.
+  that it gets.  If a gradient of another output comes, the step runs again (`autopar.lower.run.second_run`).
 - Else the call runs the forward actions, and ``backward()`` of what the caller makes of the outputs runs the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +22,34 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
 
-__all__ = ["release_later", "run_step"]
+__all__ = ["RunAgain", "StepResults", "release_later", "run_step"]
 
 Gradients = Sequence[Tensor | None]
+RunAgain = Callable[[Mapping[int, Tensor], Mapping[str, Tensor]], Gradients]
+"""``(gradients, sources)`` -> the gradients of these sources, where those are of outputs, by their places in
+`Program.outputs`."""
 
 
-def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> dict[str, Tensor]:
+class StepResults(NamedTuple):
+    """What a step gives.
+
+    Args:
+        values: of outputs and updates the local parts, of the whole batch, on the group of the stage that computes
+            them; those of `OutputLayouts.returned_whole` are whole and on every rank.
+        with_gradient: ``(place, output)`` -> that output, outside autograd till then, with a backward that runs the
+            step again; None if no step can or needs to.
+    """
+
+    values: dict[str, Tensor]
+    with_gradient: Callable[[int, Tensor], Tensor] | None = None
+
+
+def run_step(
+    executor: Executor, tensors: Sequence[Tensor], base_seed: int, again: RunAgain | None = None
+) -> StepResults:
     """Run one step; every rank calls it with the whole batch.
 
-    Returns:
-        Of outputs and updates the local parts, of the whole batch, on the group of the stage that computes them; those
-        of `OutputLayouts.returned_whole` are whole and on every rank.
+    `again` runs it once more if its backward is over when a gradient of another output than the loss comes.
     """
     inputs = [tensors] * executor.num_microbatches
     if not (torch.is_grad_enabled() and _is_differentiable(executor, tensors)):
@@ -41,13 +59,13 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         if executor.store.host is not None:
             executor.store.host.finish()  # the caller may change parameters now
         with torch.no_grad():
-            return executor.with_tail(step.values.results())
+            return StepResults(executor.with_tail(step.values.results()))
     step = StepRunner(executor, executor.training_actions, inputs, base_seed)
     step.begin()
     loss = executor.executable.program.loss
     with torch.enable_grad():
         if loss and not executor.training_actions.is_single:
-            return _run_to_the_end(step, loss)
+            return _run_to_the_end(step, loss, again)
         step.run(FORWARD)
     results = step.values.results()
     values = executor.executable.program.values
@@ -58,7 +76,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
     ]
     later = _BackwardHalf(step, names)
     outputs = _as_outputs([results[name] for name in names], later, list(later.sources.values()))
-    return executor.with_tail(results | dict(zip(names, outputs, strict=True)))
+    return StepResults(executor.with_tail(results | dict(zip(names, outputs, strict=True))))
 
 
 def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
@@ -68,7 +86,7 @@ def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
     return bool(trained_parameters(executor)) or any(x.requires_grad for x in tensors)
 
 
-def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
+def _run_to_the_end(step: StepRunner, loss: str, again: RunAgain | None) -> StepResults:
     executor = step.executor
     results = _run_with_tail(step) if executor.executable.program.is_loss_late else _run_all(step, loss)
     step.end()
@@ -77,8 +95,12 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
         sum_over_groups(step, gradients)
     gradients = _with_others(step, step.stored_gradients(gradients))
     sources = _sources(step)
-    results[loss] = release_later(results[loss], [gradients.get(name) for name in sources], list(sources.values()))
-    return results
+    ended = _Ended([gradients.get(name) for name in sources], again and (lambda given: again(given, sources)))
+    place = executor.executable.program.outputs.index(loss)
+    with_gradient = partial(_with_gradient, ended, _token(ended, list(sources.values())))
+    results[loss] = with_gradient(place, results[loss])
+    ended.loss_place = place
+    return StepResults(results, None if again is None else with_gradient)
 
 
 def _run_all(step: StepRunner, loss: str) -> dict[str, Tensor]:
@@ -132,28 +154,64 @@ def release_later(loss: Tensor, gradients: Gradients, sources: Sequence[Tensor])
         gradients: one per source.
         sources: where they go; there may be none, and the loss is differentiable all the same.
     """
-    return _as_outputs([loss], _Release(list(gradients)), sources)[0]
+    ended = _Ended(list(gradients))
+    return _with_gradient(ended, _token(ended, sources), ended.loss_place, loss)
 
 
-class _Release:
-    """Gradients that wait for ``loss.backward()``; they can be taken once."""
+class _Ended:
+    """Gradients of a step whose backward is over; the caller's first backward gets them, or those of another run.
 
-    def __init__(self, gradients: list[Tensor | None]) -> None:
+    It knows nothing of the outputs, whose graph refers to it.
+
+    Attributes:
+        loss_place: the loss among the outputs.
+    """
+
+    def __init__(
+        self, gradients: list[Tensor | None], again: Callable[[Mapping[int, Tensor]], Gradients] | None = None
+    ) -> None:
+        self.loss_place = 0
         self._gradients: list[Tensor | None] | None = gradients
+        self._again = again
+        self._incoming: list[tuple[int, list[Tensor | None]]] = []
 
-    def __call__(self, incoming: list[Tensor | None]) -> Gradients:
-        """The gradients, times the one of the loss."""
+    def expects(self, place: int) -> list[Tensor | None]:
+        """Where a gradient of the output at this place is to be put."""
+        incoming: list[Tensor | None] = []
+        self._incoming.append((place, incoming))
+        return incoming
+
+    def __call__(self) -> Gradients:
+        """The gradients of the sources, for all gradients of outputs that have come."""
         if self._gradients is None:
             raise AutoparError(
-                "the gradients of this step were already released by an earlier backward(): with "
-                "microbatches or pipeline stages, call the model again before each backward()"
+                "the gradients of this step were already released by an earlier backward(): with microbatches or "
+                "pipeline stages, call the model again before each backward(), or add the losses up and call it once"
             )
         gradients, self._gradients = self._gradients, None
-        (scale,) = incoming
-        assert scale is not None
+        again, self._again = self._again, None
+        given: dict[int, Tensor] = {}
+        for place, incoming in self._incoming:
+            for gradient in incoming:
+                if gradient is not None:
+                    given[place] = given[place] + gradient if place in given else gradient
+        self._incoming.clear()
+        if given.keys() != {self.loss_place}:
+            assert again is not None  # else no other output has a gradient
+            del gradients
+            return again(given)
         for local in _locals(gradients):
-            local.mul_(scale.to(local))
+            local.mul_(given[self.loss_place].to(local))
         return gradients
+
+
+def _token(ended: _Ended, sources: Sequence[Tensor]) -> Tensor:
+    anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
+    return backward_token(lambda: (None, *ended()), anchor, *sources)
+
+
+def _with_gradient(ended: _Ended, token: Tensor, place: int, output: Tensor) -> Tensor:
+    return call_function(_Outputs, (output,), ended.expects(place), token)[0]
 
 
 class _BackwardHalf:

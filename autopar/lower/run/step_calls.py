@@ -1,0 +1,89 @@
+"""Steps of a parallel module as its caller gets them: run, with their outputs, and run again where they have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.call_consensus import PLANNING
+from autopar.lower.kernels.random import agree_base_seed
+from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, differentiable_outputs, do_outputs_fit
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.late_outputs import LateReader, parameter_versions, with_late_outputs
+from autopar.lower.run.run_step import StepResults, run_step
+from autopar.lower.run.second_run import SecondRun, StepCall, runs_again, same_tensors
+from autopar.lower.run.submodule_calls import SubmoduleCalls
+
+__all__ = ["StepCalls"]
+
+
+class StepCalls(SubmoduleCalls):
+    """The base of `ParallelModule` that runs one step of an executor."""
+
+    whole_outputs: bool | None
+
+    def _compute(
+        self, executor: Executor, tensors: Sequence[Tensor], call: StepCall, seed: int | None = None
+    ) -> list[Tensor | None]:
+        """The outputs in order; `seed` of what is random: by default the next one."""
+        calls, autocast = self._communicator.calls, torch.autocast(self._communicator.device.type, enabled=False)
+        if seed is None:
+            seed = agree_base_seed(self._communicator) if executor.is_random else 0
+        with nullcontext() if calls is None else calls.failing(), autocast if call.autocast else nullcontext():
+            again = None
+            if self._executors.can_plan and self.whole_outputs is not False and runs_again(executor):
+                versions = partial(parameter_versions, self._store, self._own_part)
+                again = SecondRun(executor, tensors, versions, partial(self._run_again, executor, call, seed))
+            executor.begin_step()
+            step = run_step(executor, executor.take_parts(tensors), seed, again)
+            executor.update_buffers(step.values)
+            return self._outputs(executor, step, call)
+
+    def _run_again(
+        self, executor: Executor, call: StepCall, seed: int, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The outputs of a call that `executor` ran on these tensors, by a plan with gradients of all of them."""
+        self._first_steps.interrupt()
+        plan = partial(self._executors.from_any_output, executor, call.args, call.kwargs, call.part, call.autocast)
+        made = self._enter(f"{PLANNING}the backward of {call.kind}", lambda: (plan(), ()))
+        own = made.executable.read_inputs(call.args, call.kwargs)
+        names = executor.executable.program.inputs
+        return self._compute(made, same_tensors(names, tensors, own), call, seed)
+
+    def _outputs(self, executor: Executor, step: StepResults, call: StepCall) -> list[Tensor | None]:
+        executable = executor.executable
+        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
+        cuts = executable.cuts(call.args, call.kwargs)
+        executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
+        executor.outputs.cut = frozenset(cuts)
+        one = f"{'a' if self.training else 'an'} {call.kind.replace(' {}', '', 1)}"
+        read = partial(self._read_output, one)
+        outputs = caller_outputs(executor, step.values, read, is_later=is_later)
+        outputs = cut_outputs(executable.program.outputs, outputs, cuts)
+        outputs = differentiable_outputs(executor, outputs, step.with_gradient)
+        is_local = self.call_inputs is not None and self.call_inputs.is_local
+        if self.call_inputs is not None and is_local:
+            rows = executor.outputs.rows
+            named = zip(executable.program.outputs, outputs, strict=True)
+            outputs = [self.call_inputs.own_rows(x, rows[name]) if name in rows else x for name, x in named]
+        if executable.program.late:
+            reader = LateReader(
+                lambda name, check, compute: read(name, compute, check),
+                lambda name: self._whole(name, self._own_part(name)),
+                self._own_part,
+                None if is_local else step.with_gradient,
+            )
+            outputs = with_late_outputs(executor, outputs, self._store, reader)
+        return outputs
+
+    def _read_output(
+        self, kind: str, name: str, gather: Callable[[], Tensor], check: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        self._enter(f"reading output {name!r} of {kind} ({{}})", lambda: (check(), ()))
+        calls = self._communicator.calls
+        with nullcontext() if calls is None else calls.failing():
+            return gather()
