@@ -296,7 +296,7 @@ class CallExecutors:
                 )
             return first
         settings = self.attributes.changed(everywhere=True)
-        executable = self._planner(args, kwargs, mode, part, autocast, settings, any_output=any_output)
+        executable = self._planner(args, kwargs, mode, part, autocast, settings, any_output)
         self.attributes.watch(self._planner.reads)
         self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self.compile_layers)
