@@ -38,6 +38,7 @@ _DEVICES = {"cuda": "GPU", "npu": "NPU", "hpu": "HPU"}  # the usual word for a d
 _SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "interleaved 1F1B", "zbv": "ZBV", "dualpipev": "DualPipeV",
     "interleaved_zero_bubble": "interleaved zero bubble", "looped_bfs": "looped BFS",
+    "breadth_first_v": "breadth-first V",
 }  # fmt: skip
 
 

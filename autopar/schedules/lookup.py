@@ -77,15 +77,16 @@ def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microb
 def simplest_schedule(schedule: str, num_groups: int, num_stages: int, *, has_loss: bool = True) -> str:
     """The simplest schedule that runs the stages of `schedule` on the same device groups in a single microbatch.
 
-    It doesn't split backwards if a schedule without that exists, and without a loss in the program begins them behind
-    all forwards.  If no schedule fits, it is `schedule` itself.
+    It doesn't split backwards unless its stages form a V, and without a loss in the program begins them behind all
+    forwards.  If no schedule fits, it is `schedule` itself.
     """
     is_v_shaped = find_schedule(schedule).is_v_shaped
     records = [record for record in _records.values() if record.is_v_shaped == is_v_shaped]
     legal = [record for record in records if not schedule_problem(record.name, num_groups, num_stages, 1)]
     if not has_loss:
         legal = [record for record in legal if record.forwards_first]
-    return min(legal, key=lambda record: record.splits_backward).name if legal else schedule
+    # With a loss the V that splits backwards stays: the other one keeps all microbatches in memory.
+    return min(legal, key=lambda record: record.splits_backward and not is_v_shaped).name if legal else schedule
 
 
 def rows_schedule(num_groups: int, rows: int) -> str:

@@ -1,4 +1,4 @@
-"""The records of the schedules of torch.distributed.pipelining."""
+"""The records of the schedules of torch.distributed.pipelining, and of one that it lacks."""
 
 from __future__ import annotations
 
@@ -58,6 +58,16 @@ def _zero_bubble_flights(num_groups: int, num_stages: int, num_microbatches: int
     return [width if stage >= num_groups or is_single else 2 * width for stage in range(num_stages)]
 
 
+def _breadth_first_v(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[str]:
+    """All forwards of a group's first stage, then of its second, and backwards the other way round."""
+
+    def all_of(kind: str, stage: int) -> str:
+        return " ".join(f"{stage}{kind}{microbatch}" for microbatch in range(num_microbatches))
+
+    pairs = [(group, num_stages - 1 - group) for group in range(num_groups)]
+    return [" ".join((all_of("F", a), all_of("F", b), all_of("B", b), all_of("B", a))) for a, b in pairs]
+
+
 # Among equally fast schedules the search prefers earlier ones.
 RECORDS = (
     PipelineSchedule("gpipe", "ScheduleGPipe", max_stages=1, forwards_first=True),
@@ -78,6 +88,11 @@ RECORDS = (
     # Breadth first: as fast as interleaved_1f1b, with more microbatches in flight.
     PipelineSchedule(
         "looped_bfs", "ScheduleLoopedBFS", min_stages=2, forwards_first=True, is_searched=False,
+    ),
+    # What zbv and dualpipev become where the loss comes behind all forwards.
+    PipelineSchedule(
+        "breadth_first_v", order=_breadth_first_v,
+        min_stages=2, max_stages=2, is_v_shaped=True, forwards_first=True, is_searched=False,
     ),
     # A forward and a backward that torch would overlap run sequentially here, so that zbv is as fast if
     # stages are equal.
