@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -235,12 +236,14 @@ class _BackwardHalf:
         self._has_run = True
         given = {name: g for name, g in zip(self._outputs, incoming, strict=True) if g is not None}
         incoming.clear()
-        step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
-        step.end()
-        gradients = step.gradients()
-        if is_pipeline:
-            sum_over_groups(step, gradients)
-        gradients = _with_others(step, step.stored_gradients(gradients))
+        calls = executor.communicator.calls
+        with nullcontext() if calls is None else calls.failing():
+            step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
+            step.end()
+            gradients = step.gradients()
+            if is_pipeline:
+                sum_over_groups(step, gradients)
+            gradients = _with_others(step, step.stored_gradients(gradients))
         return [gradients.get(name) for name in self.sources]
 
 
