@@ -394,6 +394,7 @@ class CallConsensus:
             self._store.set(f"spoke/{self._rank}", "")
             for number in (self._number, *numbers):
                 self._store.set(f"{number}/failed", pickle.dumps((self._rank, portable(error))))
+            self._store.check([f"spoke/{self._rank}"])  # a set does not wait for the server; others look at once
 
 
 def _silent_ranks(store: Store, own: int, world_size: int) -> str:

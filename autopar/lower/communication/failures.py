@@ -47,4 +47,8 @@ def naming_failures(who: str, action: Action | str) -> Generator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise StepMemoryError(f"{who} failed in {where}: {error}") from error
-        raise PipelineError(f"{who} failed in {where}: {type(error).__name__}: {error}") from error
+        raise PipelineError(
+            f"{who} failed in {where}: {type(error).__name__}: {error}\nThe step can't be finished. If every rank "
+            "catches this, they may call the model again; else end all processes and start again from the last "
+            "checkpoint."
+        ) from error

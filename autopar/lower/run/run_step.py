@@ -233,10 +233,12 @@ class _BackwardHalf:
                 "backward() has already run through the stages of this forward pass: call the model again before each "
                 "backward(), or add the losses up and call it once"
             )
+        calls = executor.communicator.calls
+        if self._has_run and step.has_kept_graph and calls is not None:  # the first backward is part of the call
+            calls.enter("backward {} through a graph that was retained", lambda: (None, ()))
         self._has_run = True
         given = {name: g for name, g in zip(self._outputs, incoming, strict=True) if g is not None}
         incoming.clear()
-        calls = executor.communicator.calls
         with nullcontext() if calls is None else calls.failing():
             step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
             step.end()
