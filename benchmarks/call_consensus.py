@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def run_ranks(steps: int) -> None:
     optimizer = torch.optim.AdamW(parallel.parameters(), foreach=False)
     communicator: Any = parallel._communicator
     calls = communicator.calls
+    count = parallel._optimizer_service.count_trained
     taken: list[float] = []
     calls.enter = timed(calls.enter, taken)
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -67,6 +69,9 @@ def run_ranks(steps: int) -> None:
     if dist.get_rank() == 0:
         ratios = sorted(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
         low, _, high = statistics.quantiles(ratios, n=4)
+        noted_s, counted_s = once_s(lambda: calls.note_step([1e-3, 0.9, 0.999], "AdamW")), once_s(count)
+        print(f"{world} ranks: noting an optimizer's step {noted_s * 1e6:.0f} us, counting what is trained of "
+              f"{len([*parallel.parameters()])} parameters {counted_s * 1e6:.0f} us", flush=True)  # fmt: skip
         step_s, own_s = statistics.median(seconds[True]), statistics.median(taken[-steps:])
         print(
             f"{world} ranks: with / without: median {statistics.median(ratios):.4f} (quartiles {low:.3f} to "
@@ -76,10 +81,15 @@ def run_ranks(steps: int) -> None:
     dist.destroy_process_group()
 
 
+def once_s(act: Callable[[], object]) -> float:
+    """Seconds of a call, of the fastest of several rounds."""
+    return min(timeit.repeat(act, number=100)) / 100
+
+
 def timed(enter: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
     """`CallConsensus.enter` that notes its seconds, without those of what it prepares."""
 
-    def noted(kind: str, prepare: Callable[[], Any]) -> Any:
+    def noted(kind: str, prepare: Callable[[], Any], *others: Any, **named: Any) -> Any:
         inside = 0.0
 
         def timed_prepare() -> Any:
@@ -92,7 +102,7 @@ def timed(enter: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
 
         started_s = time.perf_counter()
         try:
-            return enter(kind, timed_prepare)
+            return enter(kind, timed_prepare, *others, **named)
         finally:
             taken.append(time.perf_counter() - started_s - inside)
 

@@ -83,6 +83,14 @@ def skip_a_backward(model: ParallelModule, rank: int) -> None:
     train(model, torch.ones(8, 8))
 
 
+def run_backward_again_alone(model: ParallelModule, rank: int) -> None:
+    loss = model(torch.ones(8, 8))
+    loss.backward(retain_graph=True)
+    if rank == 1:
+        loss.backward()
+    train(model, torch.ones(8, 8))
+
+
 def clip_alone(model: ParallelModule, rank: int) -> None:
     if rank == 0:
         model.clip_grad_norm_(1.0)
@@ -146,6 +154,7 @@ MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     evaluate_together_then_alone: ("tensor=2", RankError, "evaluation 2"),
     skip_a_step: ("data=2", MeshError, "different batches in training step 4"),
     skip_a_backward: ("data=2", RankError, "rank 1 came to training step 4 without"),
+    run_backward_again_alone: ("data=2", RankError, "backward 1 through a graph that was retained"),
     clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
     pass_another_batch_to_a_compiled_model: ("data=2", MeshError, "different batches in call 2 of graph"),
     step_alone: ("data=2", RankError, r"\b1 of them, the last one by SGD with lr=0\.1"),

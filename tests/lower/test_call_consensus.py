@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,9 +271,72 @@ def test_after_a_collective_that_was_left_nothing_runs() -> None:
         step(ranks.calls[1], X + 1)
     with pytest.raises(MeshError, match="rank 1 failed"):
         ranks.calls[0].look()
-    ranks.calls[0].is_broken = True
+    ranks.calls[0].broken = "a connection was lost"
     said = texts(ranks.at_once(lambda _, calls: step(calls, X)), RankError)
-    assert all("rank 0 left collectives of an earlier call unfinished" in text for text in said)
+    assert all("rank 0 can't go on after an earlier call" in text and "a connection was lost" in text for text in said)
+
+
+def fail_in_the_middle(calls: CallConsensus, error: Exception) -> None:
+    with calls.failing():
+        raise error
+
+
+def test_all_ranks_begin_anew_after_a_failure_that_all_know_of() -> None:
+    ranks = begun()
+    done: list[str] = []
+    for rank, calls in enumerate(ranks.calls):
+        calls.close = partial(done.append, f"closed {rank}")
+        calls.renew = partial(done.append, f"renewed {rank}")
+        step(calls, X)
+    with pytest.raises(torch.OutOfMemoryError):
+        fail_in_the_middle(ranks.calls[1], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^rank 1 failed: CUDA out of memory\."):
+        ranks.calls[0].look()
+    assert ranks.at_once(lambda _, calls: step(calls, X[:3])) == ["ran", "ran"]  # another batch, as after a retry
+    assert sorted(done) == ["closed 1", "renewed 0", "renewed 1"]
+    for calls in ranks.calls:  # and nobody waits
+        assert step(calls, X) == "ran"
+
+
+def test_nothing_is_opened_anew_where_nothing_had_begun() -> None:
+    ranks = Ranks()
+    for calls in ranks.calls:
+        calls.renew = pytest.fail
+    texts(ranks.at_once(lambda rank, calls: step(calls, X + rank)), MeshError)
+    assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_goes_on_after_another_failed(first: int) -> None:
+    """It may have updated its parameters."""
+    ranks = begun()
+    for calls in ranks.calls:
+        step(calls, X)
+    with pytest.raises(ValueError, match="bad"):
+        fail_in_the_middle(ranks.calls[1], ValueError("bad"))
+
+    def go_on(rank: int, calls: CallConsensus) -> str:
+        time.sleep(0.0 if rank == first else 0.3)
+        said = step(calls, X)
+        look_for_a_while(calls)
+        return said
+
+    found = ranks.at_once(go_on)
+    assert all(isinstance(each, AutoparError) and "rank 1 failed" in str(each) for each in found), found
+    said = texts(ranks.at_once(lambda _, calls: step(calls, X)), RankError)
+    assert all("can't go on after an earlier call" in text for text in said)
+
+
+def test_a_failure_is_found_one_call_later() -> None:
+    """Where the rank that failed makes another model, and never comes back to this one."""
+    ranks = begun()
+    for calls in ranks.calls:
+        step(calls, X)
+    with pytest.raises(torch.OutOfMemoryError):
+        fail_in_the_middle(ranks.calls[1], torch.OutOfMemoryError("CUDA out of memory."))
+    assert step(ranks.calls[0], X) == "ran"
+    with pytest.raises(torch.OutOfMemoryError, match=r"^rank 1 failed: CUDA out of memory\."):
+        ranks.calls[0].look()
 
 
 def test_digests_of_an_accelerator_are_compared_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,10 @@ A rank that finds a difference raises, and leaves its error in the store under n
 call n for longer than `POLL_S` looks for such an error, and raises it, too.  In the first call of its kind every rank
 waits until all have compared: so what fails there fails before any rank has started a collective.
 
+A rank that raises in the middle of call n leaves collectives and messages that nobody ends.  If all ranks come to call
+n + 1 knowing of it, they wait for each other there, open new process groups (`renew`), and go on.  If one of them had
+done its part of call n and went on, they have unlike parameters, most likely: then every later call is an error.
+
 What waits inside a compiled layer, for a pipeline's neighbor or for an accelerator does not look: it ends when the
 rank that raised does.
 """
@@ -20,7 +24,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import re
 import time
 import weakref
 import zlib
@@ -33,8 +36,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
+from autopar.errors import AutoparError, RankError
 from autopar.lower.autograd import on_gradient
+from autopar.lower.communication.call_differences import PLANNING, difference, gone_on
 from autopar.lower.communication.consensus import portable
 from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
 from autopar.lower.communication.torch_groups import store_answers
@@ -51,22 +55,11 @@ _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compilin
 _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
-_NAMED = 8  # inputs in an error: a state has thousands
 _NO_STEPS = 0, 0, ""  # how many steps optimizers made, a digest of their hyperparameters, and what the last one was
 _FEW = 1024  # entries; of an input that is read in Python there are no more
-PLANNING = "the planning for "  # before the kind of a call that runs for the first time with such inputs
 _LOGGER = logging.getLogger("autopar")
 
 _NO_STORE = "the store of the process group is gone; the process that hosts it, most often rank 0, has ended"
-_BATCHES = (
-    "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), or its own "
-    "rows with autopar.parallelize(..., inputs='local'), and call the model on all ranks equally often"
-)
-_ROWS = (
-    "With inputs='local' these two have the same model.data_rank, and must pass the same rows: sample with "
-    "num_replicas=model.data_parallel_size and rank=model.data_rank, not with those of processes, and shuffle with "
-    "equal seeds"
-)
 
 
 class Store(Protocol):
@@ -104,7 +97,10 @@ class CallConsensus:
         is_in_step: whether the default random generators of all ranks stood at the same place in the first call; then
             they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
         compares_draws: whether ranks must draw the same numbers from these generators.
-        is_broken: whether this rank left a collective that others may have begun, so that no other can follow.
+        is_torn: whether this rank left a call in its middle, so that new process groups are needed.
+        broken: why no further call is possible; ``""``: it is.
+        close: ends what is left in the groups, here and on other ranks.
+        renew: opens new ones, when all ranks are there.
     """
 
     def __init__(
@@ -121,7 +117,10 @@ class CallConsensus:
         """
         self.is_in_step = False
         self.compares_draws = True
-        self.is_broken = False
+        self.is_torn = False
+        self.broken = ""
+        self.close: Callable[[], None] = lambda: None
+        self.renew: Callable[[], None] = lambda: None
         self._store = store
         self._stores = (store,) if host_store is None else (host_store, store)
         self._rank = rank
@@ -134,7 +133,8 @@ class CallConsensus:
         self._where = "parallelize"
         self._ran_backward = True
         self._steps = _NO_STEPS
-        self._told = -1  # the call in which this rank left its error, or found another's
+        self._told = -1  # the last call of which this rank left its error, or found another's
+        self._failure = ""  # what that was
         self._written: deque[tuple[int, str, Store]] = deque()  # the records that this rank wrote: call, key, store
         self._late: dict[str, Callable[[], list[Any]]] = {}  # digests of the call before, by `peers`
         weakref.finalize(self, _say_ended, store, rank)
@@ -202,21 +202,29 @@ class CallConsensus:
 
     @contextmanager
     def failing(self) -> Generator[None]:
-        """Inside, an error is left in the store for other ranks to find."""
+        """Inside, others may have begun collectives; an error is left in the store for them to find."""
+        try:
+            with self._telling():
+                yield
+        except BaseException:
+            self.is_torn = True
+            self.close()  # after the error was told: this ends what other ranks wait for
+            raise
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._tell(error)
             raise
 
     def look(self) -> None:
         """Raise if another rank has failed in this call, or will never come to the collective that this one is in."""
-        failed, following = f"{self._number}/failed", str(self._number + 1)
-        if self._told != self._number and self._store.check([failed]):
-            rank, error = pickle.loads(self._store.get(failed))
-            self._told = self._number
-            self._store.set(f"spoke/{self._rank}", "")
-            raise type(error)(f"rank {rank} failed: {error}")
+        following = str(self._number + 1)
+        self._look_for_failure(self._number)
+        if self._number - 1 > self._told:  # this rank may have gone on before another one failed
+            self._look_for_failure(self._number - 1)
         if self._where.startswith(_BACKWARD) and self._store.check([following]):
             rank, record = json.loads(self._store.get(following))
             if not record["backward"]:
@@ -225,7 +233,20 @@ class CallConsensus:
                     "call backward() on every rank or on none"
                 )
                 self._tell(error, self._number + 1)
+                self.broken = str(error)
                 raise error
+
+    def _look_for_failure(self, number: int) -> None:
+        if self._told >= number or not self._store.check([f"{number}/failed"]):
+            return
+        rank, error = pickle.loads(self._store.get(f"{number}/failed"))
+        found = type(error)(f"rank {rank} failed: {error}")
+        self._store.set(f"spoke/{self._rank}", "")
+        if number < self._number:
+            self.broken = gone_on(self._rank, rank, str(error))
+            self._tell(found)
+        self._told, self._failure = self._number, str(found)
+        raise found
 
     def lost(self, what: str, error: Exception) -> Exception:
         """The error to raise where the collective `what` ended in `error`, most often for want of another rank."""
@@ -238,6 +259,7 @@ class CallConsensus:
             return known
         except dist.DistError:
             silent = _NO_STORE
+        self.broken = text
         return RankError(
             f"{text}\n{silent}. The step can't be finished: end all processes and start again from the last checkpoint."
         )
@@ -247,13 +269,15 @@ class CallConsensus:
         number = self._counts[kind.removeprefix(PLANNING)]
         self._where = kind.replace("{}", str(number), 1)  # what follows may have braces of its own
         backward, self._ran_backward = self._ran_backward, True
+        starts_anew = self._told == self._number - 1
         # Another rank may still be in a backward that this one does not run, or in the call that failed here.
-        waits = waits or not backward or self._told == self._number - 1
+        waits = waits or not backward or starts_anew
         with self._waiting_for_all() if waits else self.failing():
-            if self.is_broken:
+            if self.broken:
                 raise RankError(
-                    f"rank {self._rank} left collectives of an earlier call unfinished, when ranks got out of step: "
-                    "end all processes and start again from the last checkpoint"
+                    f"rank {self._rank} can't go on after an earlier call, in which ranks got out of step: "
+                    f"{self.broken}\nParallelize the model anew from the last checkpoint; if a rank has ended, end all "
+                    "processes and start again"
                 )
             result, named = prepare()
             tensors = list(named)
@@ -264,12 +288,24 @@ class CallConsensus:
                 "inputs": self._digests(digests, peers, waits=waits),
                 "host": {name: int(digests[name]) for name, x in tensors if _is_compared_first(x)},
                 "random": digest_generators(self._device) if self.compares_draws else 0,
-                "steps": self._steps,
+                "steps": self._steps, "failed": self._failure if starts_anew else "",
             }  # fmt: skip
             self._compare("", {**record, "forms": [], "inputs": ["", {}], "host": {}} if peers else record)
             if peers:
                 self._compare(peers, record)
+        if starts_anew:
+            self._start_anew()
         return result
+
+    def _start_anew(self) -> None:
+        """All ranks are here, and know that the call before failed."""
+        if self._store.add(f"{self._number}/here/torn", 0):
+            try:
+                self.renew()
+            except Exception as error:
+                self.broken = f"{error}"
+                raise RankError(f"rank {self._rank} can't begin anew after a call that failed: {error}") from error
+        self.is_torn = False
 
     def _compare(self, peers: str, mine: dict[str, Any]) -> None:
         """Raise if the rank that came first, of this host or of all, wrote another record."""
@@ -287,7 +323,11 @@ class CallConsensus:
     def _compare_with(self, rank: int, theirs: dict[str, Any], mine: dict[str, Any], peers: str) -> None:
         if mine["random"] != theirs["random"] and not self._met:
             self._store.set("unlike", "")
-        error = _difference(self._rank, mine, rank, theirs, _ROWS if peers else _BATCHES, is_in_step=self.is_in_step)
+        if bool(mine["failed"]) != bool(theirs["failed"]):
+            ahead, behind = (self._rank, rank) if theirs["failed"] else (rank, self._rank)
+            self.broken = gone_on(ahead, behind, mine["failed"] or theirs["failed"])
+            raise RankError(self.broken)
+        error = difference(self._rank, mine, rank, theirs, has_peers=bool(peers), is_in_step=self.is_in_step)
         if error is not None:
             raise error
 
@@ -302,6 +342,7 @@ class CallConsensus:
             return [call, dict(zip(digests, read(), strict=True))]
 
         if self._device.type == "cpu" or waits:
+            self._late.pop(peers, None)  # of a call that may have failed on some ranks before they had its inputs
             return digests_of_call()
         before, self._late[peers] = self._late.get(peers), digests_of_call
         return before() if before else ["", {}]
@@ -311,9 +352,11 @@ class CallConsensus:
         """Inside is what may fail on one rank; after it, raise on all if it did."""
         here = f"{self._number}/here"
         try:
-            with self.failing():
+            with self._telling():
                 yield
         finally:
+            if self.is_torn:
+                self._store.add(f"{here}/torn", 1)
             self._store.set(f"{here}/{self._rank}", "")
             self._store.add(here, 1)
         started_s, pause_s, warn_s = time.monotonic(), 1e-3, _WARN_S
@@ -342,15 +385,16 @@ class CallConsensus:
         if missing and waited_s > _WARN_S:
             _LOGGER.warning("rank %d waits in %s for ranks %s", self._rank, self._where, missing)
 
-    def _tell(self, error: Exception, *numbers: int) -> None:
+    def _tell(self, error: BaseException, *numbers: int) -> None:
         """Leave `error` for other ranks in this call, and in these."""
         if self._told == self._number:
             return
-        self._told = self._number
+        self._told, self._failure = self._number, f"{type(error).__name__}: {error}"
         with suppress(dist.DistError):
             self._store.set(f"spoke/{self._rank}", "")
             for number in (self._number, *numbers):
                 self._store.set(f"{number}/failed", pickle.dumps((self._rank, portable(error))))
+            self._store.check([f"spoke/{self._rank}"])  # a set does not wait for the server; others look at once
 
 
 def _silent_ranks(store: Store, own: int, world_size: int) -> str:
@@ -365,75 +409,9 @@ def _silent_ranks(store: Store, own: int, world_size: int) -> str:
     return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
 
 
-def _difference(
-    me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], remedy: str, *, is_in_step: bool
-) -> AutoparError | None:
-    forms, their_forms = ([form for _, form in record["forms"]] for record in (mine, theirs))
-    if mine["call"] != theirs["call"]:  # who plans lists inputs in the order of the call, not of the program
-        forms, their_forms = sorted(forms), sorted(their_forms)
-    if forms != their_forms and _what(mine) == _what(theirs):
-        return InputShapeError(
-            f"ranks were given inputs of different shapes: rank {me} came to {mine['call']} with {_forms_text(mine)}, "
-            f"rank {rank} to {theirs['call']} with {_forms_text(theirs)}. {_BATCHES}"
-        )
-    unlike = [name for name, digest in mine["host"].items() if digest != theirs["host"].get(name, digest)]
-    is_same_call = mine["call"].removeprefix(PLANNING) == theirs["call"].removeprefix(PLANNING)
-    if unlike and is_same_call:
-        return _unlike_batches(me, mine["call"], rank, unlike, remedy)
-    if mine["call"] != theirs["call"] and is_same_call:
-        new = me if mine["call"].startswith(PLANNING) else rank
-        return InputShapeError(
-            f"rank {new} has to plan for its inputs, and rank {me + rank - new} has a plan for its own, where "
-            f"rank {me} came to {mine['call']} and rank {rank} to {theirs['call']}: their shapes are equal, but a "
-            f"plain argument is not, or the values of an input that forward reads in Python. {_BATCHES}"
-        )
-    if mine["call"] != theirs["call"]:
-        return RankError(
-            f"rank {me} came to {mine['call']} when rank {rank} came to {theirs['call']}: all ranks must make the "
-            "same calls in the same order, also to evaluate, to clip gradients or to gather the state"
-        )
-    if mine["backward"] != theirs["backward"]:
-        who = me if theirs["backward"] else rank
-        return RankError(
-            f"rank {who} came to {mine['call']} without a backward() since the call before, rank {me + rank - who} "
-            "ran one: call it on every rank or on none"
-        )
-    if [*mine["steps"][:2]] != [*theirs["steps"][:2]]:
-        here, there = (f"{count} of them{last}" for count, _, last in (mine["steps"], theirs["steps"]))
-        return RankError(
-            f"ranks made unlike steps of optimizers, so that their parameters differ: before {mine['call']} rank {me} "
-            f"had made {here}, rank {rank} {there}. Call optimizer.step() on every rank or on none, with the same "
-            "learning rates and other hyperparameters (give a scheduler numbers that are alike on all ranks)"
-        )
-    if mine["inputs"] != theirs["inputs"]:
-        call, digests = mine["inputs"]
-        unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
-        return _unlike_batches(me, call, rank, unlike, remedy)
-    if is_in_step and mine["random"] != theirs["random"]:
-        return RankError(
-            f"the default random generators of ranks {me} and {rank} are out of step in {mine['call']}: since the "
-            "call before one of them has drawn more numbers, or was seeded anew, so that what is drawn next (a "
-            "batch, a shuffle) differs. Draw on every rank alike; on one rank alone, inside "
-            "torch.random.fork_rng() or from a torch.Generator of its own"
-        )
-    return None
-
-
 def _is_compared_first(x: Tensor) -> bool:
     """Whether it is few integers in the host's memory: they may decide what runs, and are compared before that does."""
     return x.device.type == "cpu" and x.numel() <= _FEW and not x.is_floating_point()
-
-
-def _unlike_batches(me: int, call: str, rank: int, unlike: Sequence[str], remedy: str) -> MeshError:
-    what, is_state = "batches", call.startswith("load_state_dict")
-    if is_state:
-        what, remedy = "values", "Load the same file on every rank"
-    names = ", ".join(map(repr, unlike[:_NAMED])) + (
-        f" and {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""
-    )
-    return MeshError(
-        f"ranks were given different {what} in {call}: {names} of rank {me} differs from that of rank {rank}. {remedy}"
-    )
 
 
 def _say_ended(store: Store, rank: int) -> None:
@@ -442,12 +420,3 @@ def _say_ended(store: Store, rank: int) -> None:
         if store_answers(store):
             store.set(f"ended/{rank}", "")
             store.set("ended", "")
-
-
-def _what(record: dict[str, Any]) -> str:
-    """What the rank does, whether it had to plan for it or not, and how often it was done before."""
-    return re.sub(r"\d+", "", record["call"].removeprefix(PLANNING))
-
-
-def _forms_text(record: dict[str, Any]) -> str:
-    return ", ".join(f"{name!r} {form}" for name, form in record["forms"]) or "no tensors"

@@ -44,6 +44,7 @@ class Communicator(Transport):
 
     Attributes (and those of `Transport`):
         calls: compares what ranks do, where they are processes of their own.
+        after_renewal: what all ranks do, in order, when they go on after a call that failed in its middle.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -53,6 +54,7 @@ class Communicator(Transport):
         self._watch: Watch | None = None
         self._purpose = ("", "")
         self.calls: CallConsensus | None = None
+        self.after_renewal: list[Callable[[], None]] = []
 
     @contextmanager
     def recording(self) -> Generator[list[Collective]]:

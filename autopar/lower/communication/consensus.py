@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, MeshError, RankError
+from autopar.lower.communication.failures import StepMemoryError, is_out_of_memory
 
-__all__ = ["agree", "agree_equal", "attempt", "is_own_error", "portable", "share"]
+__all__ = ["agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     if dist.get_rank(group) == 0:
         result, error = attempt(action)
         outcome = [result, portable(error)]
-    with _naming_lost_ranks():
+    with naming_lost_ranks():
         dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
@@ -65,13 +66,18 @@ def agree_equal(group: dist.ProcessGroup | None, value: str | tuple[str, ...], w
 
 def _all_gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
-    with _naming_lost_ranks():
+    with naming_lost_ranks():
         _dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextmanager
-def _naming_lost_ranks() -> Generator[None]:
+def naming_lost_ranks() -> Generator[None]:
+    """Inside ranks meet while they plan.
+
+    Raises:
+        RankError: some other rank does not come.
+    """
     try:
         yield
     except RuntimeError as error:  # of the backend
@@ -95,10 +101,12 @@ def is_own_error(error: Exception) -> bool:
     return any(frame.f_code is attempt.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def portable(error: Exception | None) -> Exception | None:
+def portable(error: BaseException | None) -> Exception | None:
     """`error` as something that pickles: its own kind if it is ours, else an AutoparError with its text."""
     if error is None or isinstance(error, AutoparError):
         return error
+    if is_out_of_memory(error):
+        return StepMemoryError(f"{error}")
     return AutoparError(f"{type(error).__name__}: {error}")
 
 

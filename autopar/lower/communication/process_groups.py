@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, RankError
 from autopar.lower.communication import torch_groups
 from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
 from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack, split_rows
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.consensus import naming_lost_ranks
+from autopar.lower.communication.failures import is_out_of_memory
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
 from autopar.lower.communication.message_waits import wait_for_message
 from autopar.lower.communication.process_end import settle_gloo_at_exit
@@ -72,6 +74,8 @@ class ProcessGroupCommunicator(Communicator):
             )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _AxisGroup] = {}
+        self._opens_world = self._is_gloo  # what a failed step leaves there would meet other collectives of the caller
+        self._is_traced = False
         self._host_group: dist.ProcessGroup | None = None  # for numbers, where the devices have another backend
         settle_gloo_at_exit()
         if self.world_size > 1:
@@ -82,6 +86,7 @@ class ProcessGroupCommunicator(Communicator):
                 *([] if timeout is None else [timeout.total_seconds()]),
                 host_store=torch_groups.open_host_store(store) if self.world_size > _ONE_STORE_RANKS else None,
             )  # fmt: skip
+            self.calls.renew, self.calls.close = self._renew, self._close
         self._sending: list[_Sending] = []
 
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -116,6 +121,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def traced(self) -> FunctionalCommunicator:
         """See `Communicator.traced`."""
+        self._is_traced = True
         return FunctionalCommunicator(self, self._order_of, _GLOO_DTYPES if self._is_gloo else ())
 
     def _order_of(self, axis: Axis) -> GroupOrder:
@@ -125,8 +131,28 @@ class ProcessGroupCommunicator(Communicator):
     def _group(self, axis: Axis) -> _AxisGroup:
         if axis not in self._groups:
             members = [self._ranks[rank] for rank in axis.group(self.rank)]
-            self._groups[axis] = _AxisGroup(_open_group(members), members)
+            with naming_lost_ranks():
+                opened = _open_group(members, opens_world=self._opens_world)
+            self._groups[axis] = _AxisGroup(opened, members)
         return self._groups[axis]
+
+    def _close(self) -> None:
+        """End what is left in the groups, threads that wait for it included: they would abort Python at its end."""
+        if self._is_gloo:
+            for group in self._groups.values():
+                torch_groups.close_group(group.process_group)
+
+    def _renew(self) -> None:
+        """Open new groups where old ones have collectives and messages that some rank left; all ranks call it."""
+        if self._is_traced:
+            raise RankError("compiled layers have the process groups that a failed step left collectives in")
+        self._close()
+        axes, self._groups, self._host_group = sorted(self._groups), {}, None
+        self._opens_world = True
+        self._sending.clear()
+        self.prepare(axes)
+        for restore in self.after_renewal:
+            restore()
 
     @property
     def _is_gloo(self) -> bool:
@@ -239,8 +265,8 @@ class ProcessGroupCommunicator(Communicator):
             try:
                 return act()
             except Exception as error:
-                calls.is_broken = True
-                if isinstance(error, AutoparError):
+                calls.is_torn = True
+                if isinstance(error, AutoparError) or is_out_of_memory(error):
                     raise
                 serving = f" ({' of '.join(purpose)})" if purpose[0] else ""
                 ranks = [self._ranks[rank] for rank in axis.group(self.rank)]
@@ -320,8 +346,8 @@ class _Received:
         return buffer if self._order is None else buffer[self._order]
 
 
-def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
-    if sorted(members) == list(range(dist.get_world_size())):
+def _open_group(members: Sequence[int], *, opens_world: bool) -> dist.ProcessGroup:
+    if not opens_world and sorted(members) == list(range(dist.get_world_size())):
         world = dist.group.WORLD
         assert world is not None
         return world

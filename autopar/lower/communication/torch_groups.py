@@ -10,12 +10,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import MeshError
 
 __all__ = [
+    "close_group",
     "group_name",
     "on_completion",
     "open_group",
@@ -34,6 +36,7 @@ __all__ = [
     "world_timeout",
 ]
 
+_UNUSED_TAG = 1 << 20  # of messages; nobody sends with it
 _REACHED_S = timedelta(seconds=10)  # a store on this host answers at once or never
 _dist: Any = dist  # the annotations of its collectives are incomplete
 
@@ -148,6 +151,17 @@ def open_host_store(store: Any) -> Any:
     if keeps:
         store.set(f"{host}/port", "none")
     return None
+
+
+def close_group(group: dist.ProcessGroup) -> None:
+    """End what anybody waits for in this group of gloo, here and on other ranks, with an error; it is of no use then.
+
+    Gloo closes all connections of a group where a wait for a message passes its limit ("Application timeout caused pair
+    closure", ``tcp/unbound_buffer.cc``).
+    """
+    untyped: Any = group
+    with suppress(RuntimeError):  # that of the limit, or it is closed already
+        untyped.recv([torch.empty(1)], int(group.rank() == 0), _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def store_answers(store: Any) -> bool:

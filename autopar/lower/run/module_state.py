@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,9 +22,10 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
+from autopar.lower.run.lowering import Executable
 from autopar.placement import Axis
 
-__all__ = ["ModuleState", "NamedTensors"]
+__all__ = ["ModuleState", "NamedTensors", "share_buffers"]
 
 T = TypeVar("T")
 _SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
@@ -55,7 +57,10 @@ class ModuleState(nn.Module):
         Args:
             rank: only this rank gets it, on the CPU, and others an empty dict: for models larger than a device.
         """
-        self._enter("full_state_dict {}", lambda: (None, ()))
+        with self._together("full_state_dict {}"):
+            return self._full_state_dict(rank)
+
+    def _full_state_dict(self, rank: int | None) -> dict[str, Tensor]:
         own = super().state_dict(keep_vars=True)
         tensors: dict[str, Tensor | None] = {}
         for name in state_names(self, self._store.stored):
@@ -80,9 +85,9 @@ class ModuleState(nn.Module):
             >>> if dist.get_rank() == 0:
             ...     torch.save(state, "checkpoint.pt")
         """
-        self._enter("full_optimizer_state_dict {}", lambda: (None, ()))
         keeps = rank is None or rank == self._communicator.rank
-        return whole_optimizer_state(optimizer, keeps=keeps, on_host=rank is not None)
+        with self._together("full_optimizer_state_dict {}"):
+            return whole_optimizer_state(optimizer, keeps=keeps, on_host=rank is not None)
 
     @contextmanager
     def _saving_whole(self) -> Generator[bool]:
@@ -132,6 +137,14 @@ class ModuleState(nn.Module):
         calls = self._communicator.calls
         return prepare()[0] if calls is None else calls.enter(kind, prepare, compared_first)
 
+    @contextmanager
+    def _together(self, kind: str) -> Generator[None]:
+        """Inside, all ranks do `kind`; an error in it is one of all ranks."""
+        self._enter(kind, lambda: (None, ()))
+        calls = self._communicator.calls
+        with nullcontext() if calls is None else calls.failing():
+            yield
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ModelError: process groups and this rank's slices are no use elsewhere."""
         raise ModelError(
@@ -148,13 +161,32 @@ class ModuleState(nn.Module):
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
-        self._enter("clip_grad_norm_ {}", lambda: (None, ()))
         named = super().named_parameters()
         gradients = [(name, p.grad) for name, p in named if p.grad is not None and not is_elsewhere(p)]
-        return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
+        with self._together("clip_grad_norm_ {}"):
+            return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
+
+
+def share_buffers(module: nn.Module, executable: Executable, communicator: Communicator) -> Callable[[], None]:
+    """What gives every rank the first one's values of the buffers that steps update; every rank calls it.
+
+    Where a step fails, some ranks may have updated them already.
+    """
+    program, module_of = executable.program, weakref.ref(module)  # the module has the communicator
+
+    @torch.no_grad()
+    def share() -> None:
+        module = module_of()
+        if module is None:
+            return
+        for name in (program.parameters[buffer] for buffer in program.updates):
+            buffer = module.get_buffer(name)
+            buffer.copy_(communicator.broadcast(buffer, Axis(communicator.world_size, 1)))
+
+    return share
 
 
 def _has_values(x: object) -> bool:

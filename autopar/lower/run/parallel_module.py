@@ -35,7 +35,7 @@ from autopar.lower.run.call_inputs import Call, CallInputs
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.module_state import NamedTensors
+from autopar.lower.run.module_state import NamedTensors, share_buffers
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.second_run import StepCall
 from autopar.lower.run.stage_map import StageMap
@@ -121,6 +121,7 @@ class ParallelModule(StepCalls):
         frozen = executable.program.frozen if stages.is_pipeline and planner is not None else ()
         self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
+        communicator.after_renewal.append(share_buffers(self, executable, communicator))
 
     def _bind(
         self,

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -232,15 +233,19 @@ class _BackwardHalf:
                 "backward() has already run through the stages of this forward pass: call the model again before each "
                 "backward(), or add the losses up and call it once"
             )
+        calls = executor.communicator.calls
+        if self._has_run and step.has_kept_graph and calls is not None:  # the first backward is part of the call
+            calls.enter("backward {} through a graph that was retained", lambda: (None, ()))
         self._has_run = True
         given = {name: g for name, g in zip(self._outputs, incoming, strict=True) if g is not None}
         incoming.clear()
-        step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
-        step.end()
-        gradients = step.gradients()
-        if is_pipeline:
-            sum_over_groups(step, gradients)
-        gradients = _with_others(step, step.stored_gradients(gradients))
+        with nullcontext() if calls is None else calls.failing():
+            step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
+            step.end()
+            gradients = step.gradients()
+            if is_pipeline:
+                sum_over_groups(step, gradients)
+            gradients = _with_others(step, step.stored_gradients(gradients))
         return [gradients.get(name) for name in self.sources]
 
 

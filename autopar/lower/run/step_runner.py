@@ -95,6 +95,7 @@ class StepRunner:
         values: what goes through the layers.
         trained: the parameters that get gradients, by name.
         trained_elsewhere: those of other stages.
+        has_kept_graph: whether a backward ran that another one may follow.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class StepRunner:
         self._gradients: dict[str, Tensor] = {}  # local parts
         self._reductions = dict.fromkeys(executor.runners, 0)  # since gradients were taken
         self._sent: set[str] = set()  # those that are in the host's memory, or on their way
-        self._keeps_graph = self._has_kept_graph = False
+        self._keeps_graph = False
+        self.has_kept_graph = False
 
     def _of_layer(self, index: int) -> StepParameters:
         runner, policy = self.executor.runners[index], self.actions.policies[index]
@@ -139,7 +141,7 @@ class StepRunner:
         """Run the backward actions with these gradients of what the caller got; see `StepValues.expect`."""
         self.values.expect(gradients, keep_graph=keep_graph)
         self._keeps_graph = keep_graph
-        self._has_kept_graph |= keep_graph
+        self.has_kept_graph |= keep_graph
         self.run(BACKWARD)
 
     def end(self) -> None:
@@ -275,7 +277,7 @@ class StepRunner:
         values = self.values[action]
         layer_pass = self._pass(layer, action, values)
         if layer_pass is not None:
-            layer_pass.backward(values, keep_graph=self._keeps_graph, keep_rest=self._has_kept_graph)
+            layer_pass.backward(values, keep_graph=self._keeps_graph, keep_rest=self.has_kept_graph)
             if layer_pass.is_over:
                 del self._passes[layer, action.microbatch]
 
