@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.errors import AutoparError, InputShapeError
+from autopar.errors import AutoparError, InputShapeError, PlanFormatError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
@@ -211,6 +211,11 @@ def test_groups_with_interleaved_stages_train_as_one_device(asked: str) -> None:
     found = staged(4, asked, is_tied="zero=1" in asked)
     assert len(found.plan.stages) == 4
     check(found, TWO_OF_STAGE)
+    group = found.plan.groups[0]
+    stages = [replace(stage, group=other) for stage, other in zip(group.decisions.stages, (0, 1, 1, 0), strict=True)]
+    group = replace(group, decisions=replace(group.decisions, stages=tuple(stages)))
+    with pytest.raises(PlanFormatError, match=r"stage s on device group s % 2, and one microbatch"):
+        Plan.from_json(replace(found.plan, groups=(group,)).to_json())
 
 
 @pytest.mark.slow
