@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -109,10 +110,12 @@ def _pack(
     sizes, row_s, pair_s, fill_s = (
         np.repeat([getattr(kind, name) for kind in kinds], counts) for name in ("tokens", "row_s", "pair_s", "fill_s")
     )
-    # Groups without a row have what it takes to fill them already; those with too short rows are never chosen.
-    load, room = np.full(len(sizes), np.inf), np.zeros(len(sizes))
-    with_row = load.copy()  # `load` and another row
+    tokens_of, another_s = sizes.tolist(), row_s.tolist()
     closed = sorted({kind.tokens for kind in kinds})
+    load, room = [math.inf] * len(sizes), [0] * len(sizes)
+    # `load`, and another row where none has room for the next sequence; those with too short rows are never chosen.
+    before_s, done_s = np.full(len(sizes), np.inf), np.empty(len(sizes))
+    full: list[tuple[int, int]] = []  # groups without such room, the most room first, and entries of some others
     left: list[list[tuple[int, int]]] = [[] for _ in sizes]  # of each row its room and its number, in order of room
     group, row = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
     lengths = tokens.tolist()
@@ -120,19 +123,26 @@ def _pack(
         length = lengths[index]
         while closed and closed[-1] >= length:
             opened: np.ndarray = sizes == closed.pop()
-            load[opened] = fill_s[opened]
-            with_row[opened] = fill_s[opened] + row_s[opened]
-        done_s = pair_s * float(length) ** 2
-        done_s += np.where(room < length, with_row, load)
+            before_s[opened] = fill_s[opened] + row_s[opened]  # what it takes to fill a group comes with its first row
+        while full and -full[0][0] >= length:
+            own = heappop(full)[1]
+            if room[own] >= length:
+                before_s[own] = load[own]
+        np.multiply(pair_s, float(length) ** 2, out=done_s)
+        done_s += before_s
         own = int(done_s.argmin())
         own_s = float(done_s[own])
         if own_s >= limit_s:
-            return placed, group, row, load
-        load[own], with_row[own] = own_s, own_s + row_s[own]
+            return placed, group, row, np.array(load)
         rows = left[own]
         fits = bisect_left(rows, (length, 0))
-        size, place = rows.pop(fits) if fits < len(rows) else (int(sizes[own]), len(rows))
+        size, place = rows.pop(fits) if fits < len(rows) else (tokens_of[own], len(rows))
         insort(rows, (size - length, place))
-        room[own] = rows[-1][0]
+        load[own], room[own] = own_s, rows[-1][0]
+        if room[own] >= length:  # lengths only fall
+            before_s[own] = own_s
+        else:
+            before_s[own] = own_s + another_s[own]
+            heappush(full, (-room[own], own))
         group[index], row[index] = own, place
     return len(tokens), group, row, np.where([bool(rows) for rows in left], load, 0.0)

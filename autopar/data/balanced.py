@@ -129,7 +129,7 @@ def balanced(  # noqa: PLR0913  (what a user may say)
     else:
         known = check_lengths(length_index, planner.longest, "a row of the plan", "sample {} of length_index")
         attributes["dataset"] = SamplesOfShare(given.dataset)
-        made.collate_fn = CollateShare(maker, given.dataset)
+        made.collate_fn = CollateShare(maker)
         take = TakeShare(sharing, known, images.known_lengths(len(known)) if images else ())
         if across_steps > 1:
             attributes["batch_sampler"] = EvenSteps(attributes["batch_sampler"], known, planner, across_steps)

@@ -171,7 +171,8 @@ class TakeShare:
         images = [self.images[index] for index in indices] if self.images else ()
         share = self.sharing.of(self.lengths[chosen], images)
         dealt = share.dealt._replace(digest=zlib.crc32(chosen.tobytes(), share.dealt.digest))
-        return [_Request(share._replace(dealt=dealt), {number: indices[number] for number in share.samples})]
+        # A rank without samples reads one, which shows the entries that samples of this batch have.
+        return [_Request(share._replace(dealt=dealt), {number: indices[number] for number in share.samples or [0]})]
 
 
 class SamplesOfShare:
@@ -197,13 +198,11 @@ class CollateShare:
     """A share and its samples -> what ranks compare, and the batch."""
 
     maker: RowMaker
-    dataset: Any
 
     def __call__(self, items: Sequence[tuple[Share, dict[int, Any]]]) -> tuple[Dealt, dict[str, Tensor]]:
         """The batch of the only one of `items`."""
         share, samples = items[0]
-        like = next(iter(samples.values())) if samples else self.dataset[0]
-        return self.maker.make(share, samples, like)
+        return self.maker.make(share, samples, next(iter(samples.values())))
 
 
 # --- any dataset: a rank reads all samples of a batch

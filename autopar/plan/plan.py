@@ -227,6 +227,10 @@ def _decode(text: str) -> Plan:
     return replace(plan, prediction=prediction) if is_complete else plan
 
 
+def _is_in_rounds(decisions: Decisions) -> bool:
+    return all(group == stage % decisions.num_groups for stage, group in enumerate(decisions.groups))
+
+
 def _problems(plan: Plan) -> Iterator[str]:
     yield from decision_problems(plan.decisions)
     if plan.groups and plan.decisions.host_storage:
@@ -240,8 +244,11 @@ def _problems(plan: Plan) -> Iterator[str]:
                 f"groups[{number}]: {len(own.stages)} pipeline stages on {own.num_groups} device groups, but "
                 f"decisions has {len(plan.decisions.stages)} on {plan.num_groups}: both must be the same"
             )
-        elif len(own.stages) > 1 and (own.num_groups != len(own.stages) or own.num_microbatches > 1):
-            yield f"groups[{number}]: with pipeline stages a group has one on each device group, and one microbatch"
+        elif len(own.stages) > 1 and (not _is_in_rounds(own) or own.num_microbatches > 1):
+            yield (
+                f"groups[{number}]: with pipeline stages a group has stage s on device group s % {own.num_groups}, and "
+                "one microbatch"
+            )
         yield from (f"groups[{number}]: {problem}" for problem in decision_problems(group.decisions))
     for number, decisions in enumerate(plan.other_calls):
         yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))

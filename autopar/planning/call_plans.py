@@ -32,6 +32,7 @@ from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.planning.call_traces import CallTraces, Mode, shape_of
+from autopar.planning.group_plans import plans_of_other_calls
 from autopar.planning.padded_calls import (
     as_any_length,
     as_longer,
@@ -102,7 +103,7 @@ class CallPlanner:
         self._request = request
         self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
         self._made: dict[Mode, list[Executable]] = {}
-        self._groups: tuple[Executable, ...] = ()
+        self._groups: list[tuple[Executable, ...]] = []
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
@@ -117,24 +118,34 @@ class CallPlanner:
         """What the groups of the plan run, each a row, in steps that come with calls as this one in training, which has
         rows and tokens of `size`.
 
+        Calls with other inputs than the example, such as without an optional one, are planned when they first come.
+
         Raises:
             PlanMismatchError: the plan was made for groups of another model.
+            InfeasibleError: it is a call with other inputs, and no plan fits in the memory that is left.
         """
-        plan = self._first[1]
-        if self._groups or not plan.groups:
-            return self._groups
-        mode = Mode(is_training=True)
+        first, plan = self._first
+        tree = map_leaves(shape_of, (tuple(args), dict(kwargs)))
+        calls: list[Call] = [with_rows(tree, size, (1, group.tokens)) for group in plan.groups]
+        for known in self._groups:
+            with suppress(InputShapeError):
+                known[0].read_inputs(*calls[0])
+                return known
         self._traces.set((), is_training=True)
-        made: list[Executable] = []
-        for group in plan.groups:
-            call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), size, (1, group.tokens))
-            traced = self._traces.trace(*call, mode)
-            own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
-            check_fit(own, traced.program, group.decisions.world_size)
-            _check_stages(StageMap(traced.program, own, 0), StageMap(*self._first, 0))
-            made.append(executable_of(traced, own))
-        self._groups = tuple(made)
-        return self._groups
+        traces = [self._traces.trace(*call, Mode(is_training=True)) for call in calls]
+        plans: Sequence[Plan] = [
+            replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
+            for group in plan.groups
+        ]
+        if any(each.program.inputs != first.inputs for each in traces):
+            ones = [each.program for each in traces]
+            plans = plans_of_other_calls(ones, first, plan, self._prices, self._request)
+        for traced, own in zip(traces, plans, strict=True):
+            check_fit(own, traced.program, own.world_size)
+            _check_stages(StageMap(traced.program, own, 0), StageMap(first, plan, 0))
+        self._groups.insert(0, tuple(map(executable_of, traces, plans)))
+        del self._groups[MOST_FORMS:]
+        return self._groups[0]
 
     @collected_seldom()
     def __call__(
@@ -294,7 +305,7 @@ class CallPlanner:
 def _check_stages(group: StageMap, first: StageMap) -> None:
     """Raise PlanMismatchError unless each device group holds the parameters that its stage of a group reads."""
     for name, read in group.holders.items():
-        held = first.holders.get(name, ())
+        held = first.holders.get(name, (0,))  # the first group stores what the example doesn't read
         if not set(read) <= set(held):
             raise PlanMismatchError(
                 f"in the plan for groups of {group.plan.group_size} devices of each stage, device groups {list(read)} "

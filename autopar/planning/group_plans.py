@@ -15,8 +15,11 @@ Once a step all devices unshard the parameters from where the global plan stores
 there.  `coupling_seconds` predicts the time of this and of the optimizer.
 
 If the global plan has pipeline stages, groups have the same stages.  Then d counts a group's devices in each stage, and
-each row is a microbatch of the schedule 1F1B, which has at most as many rows in flight as there are stages.  The search
-is for one row; time and memory of several rows are predicted as those of a plan with as many microbatches.
+each row is a microbatch of the schedule 1F1B, which has at most as many rows in flight as there are stages.  If device
+groups have several stages each, that is interleaved 1F1B, which runs rows in rounds of as many as there are device
+groups: the last round is filled up with rows that don't count (`schedules.rows_schedule`), and no more are in flight
+than with three rounds.  The search is for one row; time and memory of several rows are predicted as those of a plan
+with as many microbatches.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from autopar.planning.splitting import variant_like
 from autopar.program import Layer, Program
 from autopar.schedules import rows_schedule
 from autopar.search import SearchRequest, check_known, reuse_plan, search, stage_constraints
+from autopar.search.microbatches import why_not_row_by_row
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
@@ -57,10 +61,13 @@ __all__ = [
     "nested_peak_bytes",
     "part_bytes",
     "plan_groups",
+    "plans_of_other_calls",
     "why_no_groups",
 ]
 
-_KEPT = ("pipeline=", "cuts=", "schedule=1f1b")  # constraints that also hold for groups, which have the same stages
+# Constraints that also hold for groups, which have the same stages.
+_KEPT = ("pipeline=", "stages=", "cuts=", "schedule=1f1b", "schedule=interleaved_1f1b")
+_PEAK_ROUNDS = 3  # of interleaved stages: more rows wait for those in flight (`schedules.torch_schedules`)
 _MOST_TRIES = 4  # searches, each with a lower memory limit for one row, until all rows in flight fit
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: fewer devices can't form groups of different sizes
 _MOST_SEARCHES = 6  # groups of 32 devices down to 1; rows of other lengths reuse these decisions
@@ -95,15 +102,19 @@ class GroupKind(NamedTuple):
 
 def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
     """The reason why a step can't use device groups of different sizes; ``""`` if it can."""
-    if len(plan.stages) > plan.num_groups:
-        return "its device groups have several pipeline stages each"
+    in_rounds = tuple(stage % plan.num_groups for stage in range(len(plan.stages)))
+    if plan.stages and plan.decisions.groups != in_rounds:
+        return f"the schedule {plan.schedule} has other stages on its device groups than interleaved_1f1b"
     if plan.decisions.host_storage:
         return "parameters are stored in the host's memory"
     if program.updates:
         return "the model updates buffers"
     if any(not text.replace(" ", "").startswith(_KEPT) for text in request.constraints):
         return f"it has constraints that only apply to all devices together (groups can keep {', '.join(_KEPT)})"
-    return "" if counting_ops(program) else "the loss is not a cross entropy averaged over its targets"
+    if not counting_ops(program):
+        return "the loss is not a cross entropy averaged over its targets"
+    reason = why_not_row_by_row(program)
+    return f"rows can't be computed one by one ({reason})" if reason else ""
 
 
 def plan_groups(
@@ -140,6 +151,37 @@ def plan_groups(
     groups = tuple(GroupPlan(kind.row.tokens, kind.plan.decisions) for kind in made)
     coupling_s = coupling_seconds(program, plan, prices, planner.group_request.training)
     return PlannedGroups(groups, tuple(kind.row for kind in made), coupling_s, planner.can_nest(made))
+
+
+def plans_of_other_calls(
+    ones: Sequence[Program], program: Program, plan: Plan, prices: Prices, request: SearchRequest
+) -> tuple[Plan, ...]:
+    """Plans for `Plan.groups` in calls with other inputs than the example, such as without an optional one.
+
+    Args:
+        ones: what such a call does with a row, of each group in order.
+        program: the model on the example.
+        plan: the plan for all devices.
+        prices: of the devices.
+        request: the request that `plan` was searched with.
+
+    Raises:
+        InfeasibleError: no plan of a group fits in the memory that `plan` leaves.
+    """
+    planner = _GroupPlanner(
+        program, plan, lambda rows, tokens: program, prices, _request(program, plan, request), request, None
+    )
+    kinds: list[GroupKind] = []
+    for group, one in zip(plan.groups, ones, strict=True):
+        known = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
+        reused = None if known.stages else reuse_plan(known, 1, one, prices, planner.group_request)
+        kinds.append(planner.kind(one, planner.best(one, known.group_size) if reused is None else reused))
+    if plan.prediction.lengths.nests and not planner.can_nest(kinds):
+        raise InfeasibleError(
+            f"devices are in several groups of a step, and calls with the inputs {list(ones[0].inputs)} have no plans "
+            "whose parts of parameters fit in memory together: pass the inputs of the example in every step"
+        )
+    return tuple(kind.plan for kind in kinds)
 
 
 def part_bytes(one: Program, found: Plan, training: TrainingSpec) -> Parts:
@@ -197,7 +239,7 @@ class _GroupPlanner:
         while degree and len(kinds) < _MOST_SEARCHES:
             try:
                 one = self._traced(tokens)
-                best = self._best(one, degree)
+                best = self.best(one, degree)
             except (ExampleInputsError, TraceError):
                 break
             except (InfeasibleError, ConstraintError):
@@ -205,7 +247,7 @@ class _GroupPlanner:
                     break  # smaller groups are optional: the largest takes sequences of any length
                 degree = degree * 2 if self.plan.group_size % (degree * 2) == 0 else 0
                 continue
-            kinds.append(self._kind(one, best))
+            kinds.append(self.kind(one, best))
             if degree == 1 or tokens % 2:
                 break
             degree, tokens = degree // 2, tokens // 2
@@ -221,20 +263,22 @@ class _GroupPlanner:
             one = self._traced(row.tokens)
             reused = reuse_plan(base, 1, one, self.prices, self.group_request)
             if reused is not None and self._excess_bytes(one, reused) <= 0:
-                return self._kind(one, reused)
+                return self.kind(one, reused)
         return None
 
-    def _kind(self, one: Program, plan: Plan) -> GroupKind:
+    def kind(self, one: Program, plan: Plan) -> GroupKind:
+        """What a group with this plan for a row costs, and holds."""
         row, parts = self._row(one, plan), part_bytes(one, plan, self.group_request.training)
         return GroupKind(row, plan, parts, row.peak_bytes - _kept_bytes(self.program, self.plan, self.request))
 
-    def _best(self, one: Program, degree: int) -> Plan:
+    def best(self, one: Program, degree: int) -> Plan:
         """The best plan for a row on `degree` devices (in each stage, if there are stages)."""
         group_request = self.group_request
         if not self.plan.stages:
             return search(one, degree, self.prices, group_request)
         num_stages = self.plan.num_groups
-        own = (f"schedule={rows_schedule(num_stages, 1)}", *stage_constraints(one, self.program, self.plan))
+        schedule = rows_schedule(num_stages, len(self.plan.stages), 1).name
+        own = (f"schedule={schedule}", *stage_constraints(one, self.program, self.plan))
         group_request = replace(group_request, constraints=(*group_request.constraints, *own))
         for _ in range(_MOST_TRIES):
             plan = search(one, degree * num_stages, self.prices, group_request)
@@ -250,13 +294,18 @@ class _GroupPlanner:
         """The bytes by which the rows in flight may exceed the memory limit; negative if they fit."""
         limit = self.group_request.memory_limit_bytes
         assert limit is not None
-        peak_bytes = self._of_rows(one, plan, self.prices, plan.num_groups).peak_memory_bytes
+        peak_bytes = self._of_rows(one, plan, self.prices, self._most_in_flight(plan)).peak_memory_bytes
         return peak_bytes * (1 + self.group_request.memory_error) - limit
+
+    @staticmethod
+    def _most_in_flight(plan: Plan) -> int:
+        """A number of rows with which as many are in flight as with any other."""
+        return plan.num_groups * (_PEAK_ROUNDS if len(plan.stages) > plan.num_groups else 1)
 
     def _of_rows(self, one: Program, plan: Plan, prices: Prices, rows: int) -> Prediction:
         """The prediction for a step of `rows` rows, each a microbatch."""
-        schedule = rows_schedule(plan.num_groups, rows) if plan.stages else ""
-        decisions = replace(plan.decisions, num_microbatches=rows, schedule=schedule)
+        schedule, microbatches = rows_schedule(plan.num_groups, len(plan.stages), rows) if plan.stages else ("", rows)
+        decisions = replace(plan.decisions, num_microbatches=microbatches, schedule=schedule)
         return predict(one, decisions, prices, self.group_request.training, self.group_request.schedules)
 
     def _traced(self, tokens: int) -> Program:
@@ -274,20 +323,22 @@ class _GroupPlanner:
         return GroupRow(plan.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
 
     def _staged_row(self, one: Program, plan: Plan, prices: Prices, kept_bytes: float) -> GroupRow:
-        few, stages = 2 * plan.num_groups, plan.decisions.ranges
+        few = 2 * plan.num_groups
         short, long = (self._of_rows(one, plan, prices, rows) for rows in (few, 2 * few))
         slowest_s = (long.step_time_s - short.step_time_s) / few  # of one more row, in the slowest stage
         # `RowCost` has means over stages, which the slowest stage exceeds by this ratio.
         ratio = slowest_s / (short.step_time_s - short.row.step_s)
-        in_step_s = max(sum(short.costs[layer].in_step_s for layer in layers) for layers in stages)
+        in_step_s = max(sum(short.costs[layer].in_step_s for layer in own) for own in _layers_of_groups(plan))
+        # Where the last round is filled up, it is half a round on average.
+        added = (plan.num_groups - 1) / 2 if len(plan.stages) > plan.num_groups else 0.0
         return GroupRow(
             plan.group_size,
             short.row.tokens,
             ratio * short.row.token_s * short.row.tokens,
             ratio * short.row.pair_s,
             describe_usual(replace(plan.decisions, stages=(), schedule="")),
-            kept_bytes + short.peak_memory_bytes,
-            max(0.0, short.step_time_s - in_step_s - few * slowest_s),
+            kept_bytes + long.peak_memory_bytes,
+            max(0.0, short.step_time_s - in_step_s - few * slowest_s) + added * slowest_s,
         )
 
 
@@ -324,8 +375,14 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     gradients are reduced, and the next one.  Of the stage with the most.
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
-    static_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in plan.decisions.ranges)
+    static_bytes = (sum(plan.costs[layer].static_bytes for layer in own) for own in _layers_of_groups(plan))
     return max(static_bytes) + 2 * max(layers, default=0.0)
+
+
+def _layers_of_groups(plan: Plan) -> list[list[int]]:
+    """The indices of the layers on each device group, in all of its stages."""
+    stages = list(zip(plan.decisions.groups, plan.decisions.ranges, strict=True))
+    return [[layer for own, layers in stages if own == group for layer in layers] for group in range(plan.num_groups)]
 
 
 def _of_stage(kind: GroupKind, stages: StageMap, number: int) -> GroupKind:
@@ -356,7 +413,7 @@ def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: Tra
     of_stages = (
         sum(plan.costs[layer].optimizer_s for layer in layers)
         + _moving_s([program.layers[layer] for layer in layers], layouts, mesh, stages, prices, training)
-        for layers in stages.ranges
+        for layers in _layers_of_groups(plan)
     )
     return max(of_stages)
 

@@ -154,11 +154,11 @@ class FamilyPlanner:
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
         groups = PlannedGroups()
-        reason = why_no_groups(programs[0], first, self.request)
+        own = as_decided(program, first.decisions)
+        reason = why_no_groups(own, first, self.request)
         if reason:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
-            own = as_decided(program, first.decisions)
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
             with_groups = expected_step(
                 [first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s, nests=groups.nests

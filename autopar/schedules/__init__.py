@@ -2,6 +2,7 @@
 
 from autopar.schedules.lookup import (
     Flight,
+    RowsSchedule,
     Shape,
     find_schedule,
     register_schedule,
@@ -16,6 +17,7 @@ from autopar.schedules.record import PipelineSchedule
 __all__ = [
     "Flight",
     "PipelineSchedule",
+    "RowsSchedule",
     "Shape",
     "find_schedule",
     "register_schedule",

@@ -12,6 +12,7 @@ from autopar.schedules.torch_schedules import RECORDS
 
 __all__ = [
     "Flight",
+    "RowsSchedule",
     "Shape",
     "find_schedule",
     "register_schedule",
@@ -89,11 +90,28 @@ def simplest_schedule(schedule: str, num_groups: int, num_stages: int, *, has_lo
     return min(legal, key=lambda record: record.splits_backward and not is_v_shaped).name if legal else schedule
 
 
-def rows_schedule(num_groups: int, rows: int) -> str:
-    """The schedule in which a group of devices that differs from others runs its rows, one in each microbatch, through
-    one stage on each of `num_groups` device groups: no more rows are in flight than there are stages.
+class RowsSchedule(NamedTuple):
+    """How a group of devices that differs from others runs its rows, one in each microbatch.
+
+    Args:
+        name: of the schedule.
+        microbatches: as many as rows, or more, the last of which don't count.
     """
-    return "gpipe" if schedule_problem("1f1b", num_groups, num_groups, rows) else "1f1b"
+
+    name: str
+    microbatches: int
+
+
+def rows_schedule(num_groups: int, num_stages: int, rows: int) -> RowsSchedule:
+    """The schedule of so many rows through stages on `num_groups` device groups, with which the number of rows in
+    flight has a bound.
+
+    That is 1F1B with a stage for each device group.  With several, rows go through them in rounds of `num_groups`
+    (interleaved 1F1B), and the last round is filled up with rows that don't count.
+    """
+    if num_stages > num_groups:
+        return RowsSchedule("interleaved_1f1b", -(-rows // num_groups) * num_groups)
+    return RowsSchedule("gpipe" if schedule_problem("1f1b", num_groups, num_groups, rows) else "1f1b", rows)
 
 
 def _unknown(name: str) -> str:

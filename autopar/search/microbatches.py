@@ -26,12 +26,13 @@ from autopar.search.time_problem import (
     build_problem,
     choose,
     narrow,
+    only_rows,
     option_per_microbatch,
     propagate_forward,
     without_whole_batches,
 )
 
-__all__ = ["PER_MICROBATCH", "TimeAssignment", "time_assignment"]
+__all__ = ["PER_MICROBATCH", "TimeAssignment", "time_assignment", "why_not_row_by_row"]
 
 PER_MICROBATCH = "per_microbatch"  # the constraint: "batch_norm: per_microbatch"
 
@@ -80,6 +81,24 @@ def time_assignment(
     chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
     factors = {layer.kind: tuple(chosen[layer.kind, op.name] for op in layer.ops) for layer in program.kinds}
     return TimeAssignment(factors, tuple(_approximations(program, factors, num_microbatches)))
+
+
+def why_not_row_by_row(program: Program) -> str:
+    """Why computing each row of the batch by itself would not be exact; ``""`` if it is, or if there is one row only.
+
+    That is more than to run in as many microbatches, which may be slices of other dims than that of rows, and compute
+    what they need of the whole batch.
+    """
+    rows = program.batch_size
+    if rows < 2:
+        return ""
+    problem = without_whole_batches(build_problem(program, rows, ()))
+    for layer in program.layers:
+        for position, name in enumerate(layer.inputs):
+            if name in program.inputs and program.type_of(name).shape[:1] == (rows,):
+                only_rows(problem, (layer.kind, "input", position, 0))
+    stuck = propagate_forward(problem)
+    return "" if stuck is None else _describe(stuck.op, rows)
 
 
 def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], num_microbatches: int) -> Iterator[str]:

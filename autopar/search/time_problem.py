@@ -20,7 +20,7 @@ from autopar.program import Layer, Op, Option, Program
 
 __all__ = [
     "TimeConstraint", "TimeProblem", "Variable", "build_problem", "choose", "is_named", "narrow",
-    "option_per_microbatch", "propagate_forward", "without_whole_batches",
+    "only_rows", "option_per_microbatch", "propagate_forward", "without_whole_batches",
 ]  # fmt: skip
 
 Variable = tuple[int, str, int, int]  # layer kind, "state" | "input" | "op", position, index of the result
@@ -90,6 +90,17 @@ def without_whole_batches(problem: TimeProblem) -> TimeProblem:
         if not problem.of_batch.isdisjoint(constraint.operands):
             constraint.options = [option for option in constraint.options if option.factor != "~"]
     return problem
+
+
+def only_rows(problem: TimeProblem, variable: Variable) -> None:
+    """Let microbatches slice the variable along dim 0 only; changed in place."""
+    for constraint in problem.readers.get(variable, ()):
+        constraint.options = [option for option in constraint.options if _slices_rows(constraint, option, variable)]
+
+
+def _slices_rows(constraint: TimeConstraint, option: Option, variable: Variable) -> bool:
+    pairs = zip(constraint.operands, option.operands, strict=True)
+    return all(not placement.is_shard or placement == shard(0) for name, placement in pairs if name == variable)
 
 
 def _producers(program: Program) -> dict[str, Variable]:

@@ -9,7 +9,7 @@ import pytest
 from autopar.balance import BatchPlanner
 from autopar.balance.expectation import expected_step
 from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
-from autopar.balance.group_rows import assign_groups
+from autopar.balance.group_rows import _pack, assign_groups
 from autopar.balance.lengths import Lengths
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
 from tests.balance.assignments import plan_of
@@ -41,6 +41,36 @@ def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int) -> None
         assert found.step_time_s == pytest.approx(3.0 + found.work_s.max(initial=0.0))
         ranks = [found.groups_of(rank) for rank in range(devices)]
         assert ranks == [[group] for group, degree in enumerate(found.degrees) for _ in range(degree)]
+
+
+def test_each_sequence_goes_to_the_group_that_would_finish_it_first() -> None:
+    random = np.random.default_rng(1)
+    counts = (1, 2, 8)
+    kinds = [kind for kind, count in zip(KINDS, counts, strict=True) for _ in range(count)]
+    for fill_s in (0.0, 5.0):
+        tokens = random.integers(1, 65, 60)
+        order = np.argsort(-tokens, kind="stable")
+        rows: list[list[int]] = [[] for _ in kinds]  # tokens left in each row
+        load = [0.0] * len(kinds)
+        expected: list[int] = []
+        for length in tokens[order].tolist():
+            done_s = [
+                kind.pair_s * length**2 + own_s + (not own) * fill_s
+                + (max(own, default=0) < length) * kind.row_s + (np.inf if kind.tokens < length else 0.0)
+                for kind, own, own_s in zip(kinds, rows, load, strict=True)
+            ]  # fmt: skip
+            group = int(np.argmin(done_s))
+            own = rows[group]
+            fullest = min((left, row) for row, left in enumerate([*own, kinds[group].tokens]) if left >= length)[1]
+            rows[group] = [*own, *[kinds[group].tokens] * (fullest == len(own))]
+            rows[group][fullest] -= length
+            load[group] = done_s[group]
+            expected.append(group)
+        own_kinds = [replace(kind, fill_s=fill_s) for kind in KINDS]
+        placed, found, _, work_s = _pack(own_kinds, counts, tokens, order, np.inf)
+        assert placed == len(tokens)
+        assert found[order].tolist() == expected
+        assert work_s == pytest.approx(load)
 
 
 def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:

@@ -195,6 +195,25 @@ def test_ranks_without_rows_pass_none() -> None:
     assert int((torch.cat(parts) > 0).sum()) == 12
 
 
+class _SomeWithKinds(Documents):
+    """The first half has an entry that the second lacks."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "kinds": sample["input_ids"] % 2} if 2 * index < len(self) else sample
+
+
+def test_batches_have_the_entries_of_their_samples_also_on_ranks_without_rows() -> None:
+    def act(talk: Communicator) -> Any:
+        model: Any = FakeModel(talk)
+        model.plan = plan_of(RowCost(1, 2, TOKENS, 1.0, 0.1))
+        arguments: dict[str, Any] = {"shifts": (), "length_index": [3, 4, 5, 6], "padding": {"kinds": 0}}
+        return list(autopar.balanced(DataLoader(_SomeWithKinds([3, 4, 5, 6]), batch_size=2), model, **arguments))
+
+    for batches in simulate(2, act):
+        assert ["kinds" in batch for batch in batches] == [True, False]
+
+
 def test_a_rank_passes_rows_that_others_compute_in_microbatches() -> None:
     assignment = BatchPlanner(plan_of(replace(ROW, microbatches=2))).assign([TOKENS] * 7)
     assert assignment.rows == 4  # two microbatches of two rows on each of two ranks

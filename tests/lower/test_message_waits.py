@@ -1,11 +1,13 @@
-"""A wait for a message that never comes ends when another rank has said why, and further messages are waited for."""
+"""A wait for a message that never comes ends when another rank has said why; what comes late is waited for."""
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from autopar.lower.communication.message_waits import wait_for_message
+from autopar.lower.communication.torch_groups import wait_for
 
 
 class Message:
@@ -51,3 +53,28 @@ def test_a_lost_connection_is_raised() -> None:
     message.comes.set()
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait_for_message(message, 10.0, lambda: None)
+
+
+class Collective:
+    """Stands for a collective of gloo that is done just after the first wait for it gave up."""
+
+    def __init__(self, error: str = "") -> None:
+        self.waits, self.error = 0, error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError(f"Operation timed out after {timeout}!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_collective_that_is_done_just_after_a_wait_gave_up_has_not_failed() -> None:
+    done, lost = Collective(), Collective("closed by peer")
+    wait_for(done, 1.0, lambda: None)  # pyright: ignore[reportArgumentType]
+    assert done.waits == 2
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        wait_for(lost, 1.0, lambda: None)  # pyright: ignore[reportArgumentType]

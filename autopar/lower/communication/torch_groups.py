@@ -182,8 +182,9 @@ def wait_for(work: dist.Work, every_s: float, meanwhile: Callable[[], None]) -> 
         try:
             work.wait(every)
         except RuntimeError:
-            if work.is_completed():
-                raise
+            if work.is_completed():  # it failed, or was done just after the wait gave up, which a second wait tells
+                work.wait(every)
+                return
             meanwhile()
         else:
             return

@@ -32,7 +32,7 @@ class Coupling:
     """
 
     def __init__(self, program: Program, store: ParameterStore, communicator: Communicator, stages: StageMap) -> None:
-        """`program` is that of all ranks, with its `stages`, whose parameters `store` has."""
+        """`program` is what such steps compute, of rows of any length, with parameters that `store` has on `stages`."""
         self._stages = stages
         whole = (BROADCAST,) * len(store.mesh)
         # What only other outputs are made of, which such a step doesn't return, has no gradient, as on one device.
@@ -61,6 +61,13 @@ class Coupling:
         """The parameters that get gradients, by name."""
         pairs = (pair for layer in self._layers for pair in zip(layer.names, layer.current(), strict=True))
         return {name: p for name, p in pairs if p.requires_grad and name in self.reached}
+
+    @property
+    def trained_elsewhere(self) -> list[nn.Parameter]:
+        """The parameters of other pipeline stages that get gradients there; those of this rank have no elements."""
+        stored, own = self._store.stored, self._stages.group
+        names = (name for name in sorted(self.reached) if name in stored and own not in stored[name].groups)
+        return [p for p in map(self._store.module.get_parameter, names) if p.requires_grad]
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:

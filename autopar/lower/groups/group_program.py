@@ -118,7 +118,12 @@ class GroupProgram:
         self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int, gradients: Gradients
     ) -> Tensor | None:
         executor, name = self.executor, self.executable.program.loss
-        actions = self._actions.setdefault(len(rows), executor.row_actions(len(rows)))
+        if len(rows) not in self._actions:
+            self._actions[len(rows)] = executor.row_actions(len(rows))
+        actions = self._actions[len(rows)]
+        added = executor.row_schedule(len(rows)).microbatches - len(rows)
+        # What fills up a round is a row that can be computed, and whose gradients are zeros.
+        rows, weights = [*rows, *[rows[-1]] * added], [*weights, *[0.0] * added]
         step = StepRunner(executor, actions, [executor.take_parts(row) for row in rows], seed)
         like = self.executable.program.type_of(name)
         dtype: torch.dtype = getattr(torch, like.dtype)

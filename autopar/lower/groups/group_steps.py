@@ -11,27 +11,32 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopar.errors import InputShapeError
+from autopar.errors import InputShapeError, LossError, MeshError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.digests import digest_of
 from autopar.lower.groups.coupling import Coupling
 from autopar.lower.groups.group_layout import Group, check_lengths, count_rows, read_groups
 from autopar.lower.groups.group_parts import GroupParts
 from autopar.lower.groups.group_program import GroupProgram
+from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.kernels.random import agree_base_seed, derive_seed
 from autopar.lower.run.call_inputs import Call, CallInputs, LocalRows
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.run_step import release_later
-from autopar.lower.run.step_runner import trained_elsewhere
 from autopar.placement import Axis
 
 __all__ = ["GroupSteps"]
+
+_MOST_FORMS = (
+    8  # of calls: with and without each of three optional inputs; each holds a program for every kind of group
+)
 
 
 class _Row(NamedTuple):
@@ -53,6 +58,25 @@ class _Part(NamedTuple):
         """What ranks compare: a digest of the rows, and the bits of the sum of targets."""
         digest = zlib.crc32(repr([int(digest_of(x)) for row in self.rows for x in row.tensors]).encode())
         return digest, _bits(sum(row.targets for row in self.rows))
+
+
+class _Form(NamedTuple):
+    """What groups run in calls of one form: with the same optional inputs and other arguments, rows apart.
+
+    Args:
+        coupling: of the parameters that such calls read.
+        programs: by tokens of a row.
+    """
+
+    coupling: Coupling
+    programs: Mapping[int, GroupProgram]
+
+    def takes(self, opened: LocalRows) -> bool:
+        """Whether calls with such rows, whose length groups have, are of this form."""
+        with suppress(InputShapeError):
+            self.programs[opened.row_tokens[0]].executable.read_inputs(*opened.row_like())
+            return True
+        return False
 
 
 class GroupSteps:
@@ -89,44 +113,45 @@ class GroupSteps:
         self._degrees = dict(sorted(degrees.items(), key=lambda each: (-each[1], -each[0])))
         self._executables = executables
         self._compile_layers = compile_layers
-        self._coupling: Coupling | None = None
-        self._programs: dict[int, GroupProgram] = {}  # by tokens of a row
+        self._forms: list[_Form] = []  # in the same order on all ranks, the one that ran last in front
 
     @property
     def executors(self) -> tuple[Executor, ...]:
         """Of the groups' programs; none before the first such step."""
-        return tuple(program.executor for program in self._programs.values())
+        return tuple(program.executor for form in self._forms for program in form.programs.values())
 
-    def run(self, kind: str, inputs: CallInputs, call: Call) -> list[Tensor | None] | None:
-        """The outputs of a step with this rank's rows, of which all but the loss are None; None: not such a step.
+    def run(self, kind: str, inputs: CallInputs, call: Call) -> Any:
+        """What the model returns in a step with this rank's rows, but None for all but the loss; None: not such a step.
 
         Every rank calls it, in every training step; `kind` names the step, with a place for its number.
 
         Raises:
             InputShapeError: on every rank: the groups can't be read from what ranks pass, or a group's differ.
+            MeshError: likewise: inputs without rows differ between ranks.
+            LossError: likewise: without an input that is missing, the model computes no loss that groups can share.
         """
         opened, groups = self._read(kind, inputs, call)
         if not groups:
             return None
-        self._lower(kind, opened, call)
+        form = self._form(kind, opened)
         parts: list[_Part] = []
 
         def find() -> Sequence[int]:
-            parts.extend(self._parts(groups, opened))
+            parts.extend(self._parts(form, groups, opened))
             own = {part.program: part.numbers for part in parts}
-            return [number for program in self._programs.values() for number in own.get(program, (0, 0))]
+            return [number for program in form.programs.values() for number in own.get(program, (0, 0))]
 
         known = inputs.numbers_of_ranks(f"the rows of groups in {kind}", find)
         total = 0.0
         for place, own in enumerate(groups.values()):
             _check_rows(own, [numbers[2 * place] for numbers in known])
             total += sum(_number(known[group.start][2 * place + 1]) for group in own)
-        self.last = self._programs[opened.row_tokens[0]].executor
+        self.last = form.programs[opened.row_tokens[0]].executor
         calls = self._first.communicator.calls
         if calls is None:
-            return self._compute(parts, total)
+            return self._compute(form, parts, total)
         with calls.failing():
-            outputs = self._compute(parts, total)
+            outputs = self._compute(form, parts, total)
         calls.watch_backward(outputs)
         return outputs
 
@@ -140,65 +165,80 @@ class GroupSteps:
             other = next((tokens for tokens in rows.row_tokens if tokens not in self._degrees), rows.row_tokens[0])
             form = zlib.crc32(rows.form_of_rows().encode())
             counts = count_rows(rows.row_tokens[: rows.rows], self._degrees)
-            return other, form, rows.is_jagged, *counts
+            return other, form, rows.is_jagged, _digest_of_shared(rows), *counts
 
         known = inputs.numbers_of_ranks(f"the lengths of rows in {kind}", find)
         tokens = [numbers[0] for numbers in known]
         if len(set(tokens)) == 1 and not any(is_jagged for _, _, is_jagged, *_ in known):
             return opened[0], {}
         check_lengths(tokens, self._degrees)
-        for rank, (_, form, *_) in enumerate(known):
+        for rank, (_, form, _, shared, *_) in enumerate(known):
             if form != known[0][1]:
                 raise InputShapeError(
                     f"ranks 0 and {rank} pass inputs of other names, dtypes or dims, not only rows of other lengths "
                     f"(rank {self._first.communicator.rank}: {opened[0].form_of_rows()}): pass the same entries "
                     "everywhere"
                 )
-        stages = self._first.executable.plan.num_groups
-        return opened[0], read_groups([counts for _, _, _, *counts in known], self._degrees, stages)
-
-    def _lower(self, kind: str, opened: LocalRows, call: Call) -> None:
-        """Make what groups run, of every degree on every rank, when it is first needed."""
-        if self._programs:
-            return
-        first = self._first
-        size = (opened.rows, opened.row_tokens[0])
-        if opened.is_jagged:
-            size, call = (1, size[1]), opened.row(0)
-
-        def make() -> None:
-            made = self._executables(*call, size)
-            self._coupling = Coupling(first.executable.program, first.store, first.communicator, first.stages)
-            programs = {
-                tokens: GroupProgram(
-                    each, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
+            if shared != known[0][3]:
+                raise MeshError(
+                    f"the rows of all ranks share the inputs without rows, here {_shared(opened[0])}, but those of "
+                    f"ranks 0 and {rank} differ: pass the same everywhere. Groups of unlike size have no inputs, such "
+                    "as images, that belong to some of the rows"
                 )
-                for tokens, each in zip(self._given, made, strict=True)
-            }
-            self._programs = {tokens: programs[tokens] for tokens in self._degrees}
+        stages = self._first.executable.plan.num_groups
+        return opened[0], read_groups([counts for _, _, _, _, *counts in known], self._degrees, stages)
 
-        calls = first.communicator.calls
-        if calls is None:
-            make()
-        else:
-            calls.enter(f"{PLANNING}groups in {kind}", lambda: (make(), ()), ())
+    def _form(self, kind: str, opened: LocalRows) -> _Form:
+        """What groups run in this call, made of every degree on every rank when such a call first comes."""
+        known = next((form for form in self._forms if form.takes(opened)), None)
+        if known is not None:
+            self._forms.remove(known)
+            self._forms.insert(0, known)
+            return known
+        calls = self._first.communicator.calls
+        names = ", ".join(opened.call.named)
+        made = (
+            self._lower(opened)
+            if calls is None
+            else calls.enter(f"{PLANNING}groups in {kind} with {names}", lambda: (self._lower(opened), ()), ())
+        )
+        self._forms.insert(0, made)
+        del self._forms[_MOST_FORMS:]
+        return made
 
-    def _parts(self, groups: Mapping[int, Sequence[Group]], opened: LocalRows) -> Iterator[_Part]:
+    def _lower(self, opened: LocalRows) -> _Form:
+        first = self._first
+        made = self._executables(*opened.row_like(), (1, opened.row_tokens[0]))
+        if not all(counting_ops(executable.program) for executable in made):
+            raise LossError(
+                f"ranks pass rows of unlike lengths with the inputs {list(opened.call.named)}, from which the model "
+                "computes no cross entropy averaged over its targets, as groups of devices need it: pass its labels in "
+                "every step, or rows of one length"
+            )
+        coupling = Coupling(made[0].program, first.store, first.communicator, first.stages)
+        programs = {
+            tokens: GroupProgram(
+                each, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
+            )
+            for tokens, each in zip(self._given, made, strict=True)
+        }
+        return _Form(coupling, {tokens: programs[tokens] for tokens in self._degrees})
+
+    def _parts(self, form: _Form, groups: Mapping[int, Sequence[Group]], opened: LocalRows) -> Iterator[_Part]:
         """What this rank computes, in order."""
         rank, device = self._first.communicator.rank, self._first.communicator.device
         for tokens, own in groups.items():
-            program = self._programs[tokens]
+            program = form.programs[tokens]
             for group in own:
                 if rank in group.ranks:
                     calls = (opened.row(n) for n in range(opened.rows) if opened.row_tokens[n] == tokens)
                     rows = ([x.to(device) for x in program.executable.read_inputs(*call)] for call in calls)
                     yield _Part(group, program, tuple(_Row(row, program.count_targets(row)) for row in rows))
 
-    def _compute(self, parts: Sequence[_Part], total: float) -> list[Tensor | None]:
-        coupling, talk = self._coupling, self._first.communicator
-        assert coupling is not None
+    def _compute(self, form: _Form, parts: Sequence[_Part], total: float) -> Any:
+        coupling, talk = form.coupling, self._first.communicator
         trained = coupling.trained
-        seed = agree_base_seed(talk) if any(program.is_random for program in self._programs.values()) else 0
+        seed = agree_base_seed(talk) if any(program.is_random for program in form.programs.values()) else 0
         group_parts = GroupParts([part.program for part in parts], talk)
         group_parts.fill(coupling.gather(), frozenset(trained))
         # One device divides by 0 as well where no target counts.
@@ -215,18 +255,17 @@ class GroupSteps:
         group_parts.free()
         gradients = coupling.reduce(group_parts.take_term)
         loss = talk.all_reduce(loss, Axis(talk.world_size, 1))
-        return self._outputs(loss, gradients)
+        return self._outputs(form, loss, gradients)
 
-    def _outputs(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
-        program = self._first.executable.program
-        coupling = self._coupling
-        assert coupling is not None
+    def _outputs(self, form: _Form, loss: Tensor, gradients: Mapping[str, Tensor]) -> Any:
+        coupling, executable = form.coupling, next(iter(form.programs.values())).executable
+        program = executable.program
         dtype: torch.dtype = getattr(torch, program.type_of(program.loss).dtype)
         trained = coupling.trained
-        others = [p for name, p in trained_elsewhere(self._first).items() if name in coupling.reached]
+        others = coupling.trained_elsewhere
         given = [gradients.get(name) for name in trained] + [torch.zeros_like(p, requires_grad=False) for p in others]
         whole = release_later(loss.to(dtype), given, [*trained.values(), *others])
-        return [whole if name == program.loss else None for name in program.outputs]
+        return executable.unflatten_outputs([whole if name == program.loss else None for name in program.outputs])
 
 
 def _check_rows(groups: Sequence[Group], known: Sequence[int]) -> None:
@@ -239,6 +278,15 @@ def _check_rows(groups: Sequence[Group], known: Sequence[int]) -> None:
                     f"ranks {group.start} and {rank} differ: pass the batches that autopar.balanced gives, with the "
                     "same loader on every rank"
                 )
+
+
+def _shared(rows: LocalRows) -> list[str]:
+    """The inputs that have no rows of this rank."""
+    return [name for name in rows.call.named if name not in rows.local]
+
+
+def _digest_of_shared(rows: LocalRows) -> int:
+    return zlib.crc32(repr([int(digest_of(rows.call.named[name])) for name in _shared(rows)]).encode())
 
 
 def _listed(group: Group) -> str:

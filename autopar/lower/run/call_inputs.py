@@ -94,6 +94,13 @@ class LocalRows:
         tensors = (_row_of(x, number, dims[name]) if name in dims else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
+    def row_like(self) -> Call:
+        """The call with its first row, or with a row of zeros if there is none."""
+        if self.rows:
+            return self.row(0)
+        named = self.call.named.items()
+        return self.call.call_with([_zero_row(x, self.local[name]) if name in self.local else x for name, x in named])
+
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
         if name in self.local and x.is_nested:
@@ -108,6 +115,11 @@ class LocalRows:
 def _row_of(x: Tensor, number: int, dim: int) -> Tensor:
     """``[1, tokens, ...]``: one of the rows, which are along `dim`."""
     return x.unbind()[number][None] if x.is_nested else x.narrow(dim, number, 1)
+
+
+def _zero_row(x: Tensor, dim: int) -> Tensor:
+    """A row like those that `x` has along `dim`, of which there are none."""
+    return x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
 
 
 def _row_dims(forms: Mapping[str, Form], rows: int) -> dict[str, int]:

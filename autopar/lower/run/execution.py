@@ -23,7 +23,7 @@ from autopar.lower.run.output_layouts import OutputLayouts
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
-from autopar.schedules import rows_schedule
+from autopar.schedules import RowsSchedule, rows_schedule
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.plan_check import check_same_program
 from autopar.step.training import TrainingSpec
@@ -108,11 +108,16 @@ class Executor:
         decisions = replace(decisions, num_microbatches=self.num_microbatches)
         return step_actions(program, decisions, TrainingSpec(is_training=is_training), schedule_actions)
 
+    def row_schedule(self, rows: int) -> RowsSchedule:
+        """How the stages of a program of one row run so many rows."""
+        decisions = self.executable.plan.decisions
+        return rows_schedule(decisions.num_groups, len(decisions.stages), rows)
+
     def row_actions(self, rows: int) -> StepActions:
-        """What device groups do in a step of so many rows, each a microbatch of a program of one row."""
+        """What device groups do in a step of so many rows, and of those that fill up a round."""
         program, decisions = self.executable.program, self.executable.plan.decisions
-        schedule = rows_schedule(decisions.num_groups, rows) if decisions.stages else ""
-        decisions = replace(decisions, num_microbatches=rows, schedule=schedule)
+        schedule, microbatches = self.row_schedule(rows)
+        decisions = replace(decisions, num_microbatches=microbatches, schedule=schedule)
         return step_actions(program, decisions, TrainingSpec(), schedule_actions)
 
     @torch.no_grad()

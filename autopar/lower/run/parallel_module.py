@@ -217,7 +217,7 @@ class ParallelModule(StepCalls):
             outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
             if outputs is not None:
                 self._first_steps.interrupt()
-                return self._executor.executable.unflatten_outputs(outputs)
+                return outputs
         if self.call_inputs is not None and not part:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs, holds_rows=not self._executors.compile_layers)
         executor, tensors = self._enter(kind, self._find(kind, args, kwargs, part))

@@ -60,7 +60,7 @@ def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked
     """`kinds`: the degree of groups and the constraints of their plan; the first has rows of `TOKENS`, each other one
     half as long.  `asked` is of the plan for all ranks; degrees are those among the ranks of a stage.
     """
-    stages = [text for text in asked.split() if text.startswith(("pipeline=", "cuts="))]
+    stages = [text for text in asked.split() if text.startswith(("pipeline=", "cuts=", "schedule=interleaved"))]
     num_stages = int(stages[0].partition("=")[2]) if stages else 1
     example = rows_of_tokens(world, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))

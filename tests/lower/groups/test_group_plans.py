@@ -38,7 +38,15 @@ TOKENS = 16
 
 
 @pytest.mark.parametrize(
-    "asked", ["data=4 zero=0", "data=4 zero=1", "data=2 tensor=2 zero=3", "pipeline=2 zero=1", "pipeline=2 zero=0"]
+    "asked",
+    [
+        "data=4 zero=0",
+        "data=4 zero=1",
+        "data=2 tensor=2 zero=3",
+        "pipeline=2 zero=1",
+        "pipeline=2 zero=0",
+        "pipeline=2 stages=4 schedule=interleaved_1f1b zero=1",
+    ],
 )
 def test_what_couples_groups_is_priced_as_it_runs(asked: str) -> None:
     model, prices = small_llama(), quick_prices(4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.errors import AutoparError, InputShapeError
+from autopar.errors import AutoparError, InputShapeError, PlanFormatError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
@@ -22,6 +22,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.group_plans import plan_groups, why_no_groups
 from autopar.program import Program
+from autopar.schedules import find_schedule, rows_schedule
 from autopar.search import SearchRequest, search
 from autopar.verify.rehearsal import SteadyAdamW, keep_double_program, run_single
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
@@ -190,6 +191,33 @@ def test_groups_with_pipeline_stages_train_as_one_device() -> None:
     check(staged(4, "data=2 zero=1", is_tied=True), TWO_OF_STAGE)
 
 
+INTERLEAVED = "cuts=1,2,3 schedule=interleaved_1f1b"
+
+
+def test_rounds_of_interleaved_stages_are_filled_up() -> None:
+    assert [rows_schedule(2, 4, rows) for rows in (1, 2, 5)] == [("interleaved_1f1b", n) for n in (2, 2, 6)]
+    assert [rows_schedule(2, 2, rows) for rows in (1, 2, 5)] == [("gpipe", 1), ("1f1b", 2), ("1f1b", 5)]
+    # With more rounds than three no more rows are in flight.
+    flights = find_schedule("interleaved_1f1b").in_flight
+    for groups, stages in ((2, 4), (2, 8), (4, 8), (4, 12), (8, 16)):
+        few, *more = [flights(groups, stages, groups * rounds) for rounds in (3, 4, 5, 8)]
+        assert all(list(own) == list(few) for own in more)
+
+
+@pytest.mark.parametrize("asked", [
+    f"data=2 zero=1 {INTERLEAVED}", pytest.param(f"tensor=2 zero=0 {INTERLEAVED}", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_groups_with_interleaved_stages_train_as_one_device(asked: str) -> None:
+    found = staged(4, asked, is_tied="zero=1" in asked)
+    assert len(found.plan.stages) == 4
+    check(found, TWO_OF_STAGE)
+    group = found.plan.groups[0]
+    stages = [replace(stage, group=other) for stage, other in zip(group.decisions.stages, (0, 1, 1, 0), strict=True)]
+    group = replace(group, decisions=replace(group.decisions, stages=tuple(stages)))
+    with pytest.raises(PlanFormatError, match=r"stage s on device group s % 2, and one microbatch"):
+        Plan.from_json(replace(found.plan, groups=(group,)).to_json())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["data=4 zero=0", "data=2 tensor=2 zero=2 schedule=1f1b microbatches=2"])
 def test_groups_of_several_ranks_of_a_stage_train_as_one_device(asked: str) -> None:
@@ -197,7 +225,8 @@ def test_groups_of_several_ranks_of_a_stage_train_as_one_device(asked: str) -> N
 
 
 @pytest.mark.slow
-def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
+@pytest.mark.parametrize("asked", [("pipeline=2",), ("pipeline=2", "stages=4", "schedule=interleaved_1f1b")])
+def test_groups_with_stages_that_were_searched_train_as_one_device(asked: tuple[str, ...]) -> None:
     model, prices = small_llama(), quick_prices(8)
 
     def trace(rows: int, tokens: int) -> Program:
@@ -205,7 +234,7 @@ def test_groups_with_stages_that_were_searched_train_as_one_device() -> None:
 
     example = rows_of_tokens(8, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))
-    request = SearchRequest(constraints=("pipeline=2",), schedules=schedule_actions)
+    request = SearchRequest(constraints=asked, schedules=schedule_actions)
     plan = search(traced.program, 8, prices, request)
     assert not why_no_groups(traced.program, plan, request)
     batches = [np.array(lengths) for lengths, _ in FOUR.values()]
