@@ -125,5 +125,5 @@ class LayerRunner:
 
 
 def _copies(steps: Sequence[Step]) -> bool:
-    """Whether what these steps give has none of the data that they begin with: it was received, or is a slice's copy."""
+    """Whether what these steps give has none of the data that they begin with: it was received, or copied."""
     return any(step.forward in _COPYING and step.axis.size > 1 for step in steps)
