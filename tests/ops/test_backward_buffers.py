@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lower.compat import DispatchMode, leaves_of
+from autopar.lower.compat import DispatchMode, leaves_of, storage_key
 from autopar.ops import family_of, pointwise
 from tests.ops.harness import Sample, as_op, call, sample, tensor_type
 from tests.ops.samples import all_samples
@@ -26,22 +26,22 @@ class _Allocations(DispatchMode):
     """`most` bytes of tensors that ops made and that were there at the same time."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.now = self.most = 0
-        self._known = {x.untyped_storage()._cdata: weakref.ref(x.untyped_storage()) for x in known}
+        self._known: dict[int, weakref.ref[Any]] = {storage_key(x): weakref.ref(x.untyped_storage()) for x in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in leaves_of(result):
             if isinstance(x, Tensor):
-                self._add(x.untyped_storage())
+                self._add(x)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        known = self._known.get(storage._cdata)
+    def _add(self, x: Tensor) -> None:
+        storage, known = x.untyped_storage(), self._known.get(storage_key(x))
         if known is None or known() is None:
             num_bytes = storage.nbytes()
-            self._known[storage._cdata] = weakref.ref(storage, lambda _: self._free(num_bytes))
+            self._known[storage_key(x)] = weakref.ref(storage, lambda _: self._free(num_bytes))
             self.now += num_bytes
             self.most = max(self.most, self.now)
 
@@ -62,14 +62,15 @@ def said_and_allocated(sample: Sample, fixed: tuple[int, ...]) -> tuple[float, i
     gradients = [torch.randn_like(x) for x in results]
     with _Allocations([*operands, *results, *gradients]) as allocations:
         trained = [x for x in operands if x.requires_grad]
-        made = torch.autograd.grad(results, trained, gradients, retain_graph=True, allow_unused=True)
+        untyped: Any = torch.autograd  # whose annotation leaves out that a gradient may be None
+        made = untyped.grad(results, trained, gradients, retain_graph=True, allow_unused=True)
     return said, allocations.most - _num_bytes([x for x in made if x is not None], gradients)
 
 
 def _num_bytes(made: list[Tensor], passed: list[Tensor]) -> int:
     """Of all that is not passed on, each once."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in made}
-    return sum(size for key, size in storages.items() if key not in {x.untyped_storage()._cdata for x in passed})
+    sizes = {storage_key(x): x.untyped_storage().nbytes() for x in made}
+    return sum(size for key, size in sizes.items() if key not in set(map(storage_key, passed)))
 
 
 def _samples() -> list[Sample]:

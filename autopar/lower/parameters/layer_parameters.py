@@ -239,7 +239,7 @@ class StepParameters:
             return
         if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, dtypes, strict=True)):
             terms = self._take_terms()
-            sums = self._sums or [None] * len(terms)
+            sums: list[Tensor | None] = self._sums or [None] * len(terms)
             for index, dtype in enumerate(dtypes):  # one after the other, to hold few twice
                 term, terms[index] = terms[index], None
                 sums[index : index + 1] = _add_all(sums[index : index + 1], [None if term is None else term.to(dtype)])
