@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,10 @@ def _load_json(path: Path, batch: int | None, sequence: int | None, is_packed: b
 
 
 def _import(place: str) -> ModuleType:
+    if place.startswith(".") and not place.endswith(".py"):
+        raise QuestionError(
+            f"module {place!r} has no name: write package.module:factory, or file.py:factory for a file"
+        )
     if not place.endswith(".py"):
         sys.path.insert(0, "")
         try:
@@ -123,12 +128,35 @@ def _import(place: str) -> ModuleType:
     return module
 
 
+def _parameters(text: str, factory: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError as error:  # functions that are not written in Python
+        raise QuestionError(f"{text!r} doesn't say what it takes: write a function around it in Python") from error
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not is_open
+
+
 def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | None) -> ModelTarget:
     if not callable(factory):
         raise QuestionError(f"{text!r} is not a function: name one that returns a model, or (model, example_inputs)")
     arguments = {"batch": batch, "seq": sequence, "sequence": sequence}
-    known = inspect.signature(factory).parameters
+    known = _parameters(text, factory)
     given = {name: value for name, value in arguments.items() if name in known and value is not None}
+    missing = [name for name, each in known.items() if _is_required(each) and name not in given]
+    if missing:
+        wanted = [name for name in missing if name in arguments]
+        raise QuestionError(
+            f"{text!r} needs {', '.join(missing)}: "
+            + (
+                f"add --{wanted[0].removesuffix('uence')}"
+                if wanted == missing
+                else "write a function without them around it"
+            )
+        )
     if (batch is not None and "batch" not in given) or (sequence is not None and not {"seq", "sequence"} & set(given)):
         raise QuestionError(
             f"{text!r} takes {', '.join(known) or 'no arguments'}: give it parameters batch and seq for --batch and "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
-from autopar.ops.pointwise import another_result
+from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Types, argument, aten
 from autopar.program import KernelCollective, Op
 
 __all__ = ["FAMILIES"]
@@ -81,20 +80,25 @@ def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
     return "* _, * _ -> * _" if argument(op, 4, "keepdim", False) else "* _, * _ -> *"
 
 
+def _formula_buffers(
+    op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool, *, count: int
+) -> Buffers:
+    """The backward computes in the operand's size, as ``grad * (x - result).exp()`` of a logsumexp does, with so many
+    tensors in between (tests/ops/test_backward_buffers.py counts them).
+    """
+    return Buffers(backward=float(count * operands[0].num_bytes))
+
+
 FAMILIES = (
     OpFamily(aten(_TABLE), fuses=True),
     OpFamily(aten(_SCANS)),
     _running_family("cumsum", "running_sum", 1, "plus 0"),
     _running_family("cumprod", "running_product", 2),
     _running_family("logcumsumexp", "running_log_sum", 2),
+    OpFamily(aten({"logsumexp": "*, @ -> *-@"}), buffers=partial(_formula_buffers, count=2), fuses=True),
     OpFamily(
-        aten(
-            {
-                "logsumexp var.dim var.correction std.dim std.correction": "*, @ -> *-@",
-                "var std": "... -> ()",
-            }
-        ),
-        buffers=another_result,
+        aten({"var.dim var.correction std.dim std.correction": "*, @ -> *-@", "var std": "... -> ()"}),
+        buffers=partial(_formula_buffers, count=1),
         fuses=True,
     ),
     OpFamily(aten({"pairwise_distance": _distance})),

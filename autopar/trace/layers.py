@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from autopar.errors import TraceError
 from autopar.trace.graph import Graph
 from autopar.trace.repetition import MAX_OPS, MIN_OPS, OpSpan, find_period, module_runs, op_signature
 
@@ -67,7 +68,14 @@ def divide_layers(graph: Graph, layers: Sequence[OpSpan], needs: LayerNeeds) -> 
         graph: what the layers are of.
         layers: as `cut_layers` makes them.
         needs: what they are needed for; there are fewer if there is no place to cut.
+
+    Raises:
+        TraceError: there is no op to make the layers of that are needed.
     """
+    if needs.count and not layers:
+        raise TraceError(
+            "forward runs no op on a tensor, it returns what it gets: there is nothing to plan or to train"
+        )
     stages_of = needs.stages_of
     crossing = crossings(graph) if stages_of or len(layers) < needs.count else []
     made = [part for layer in layers for part in _divide_layer(graph, layer, stages_of, crossing)]

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
         Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
         Case("llama", 4, ("context=4", "zero=3", "recompute=full")),  # a ring, or gathered keys and values
         Case("masked", 2, ("tensor=2", "logits=100")),
+        Case("unet", 2, ("tensor=2", "recompute=none")),  # layers read slices of what is put out whole
+        Case("masked", 1, ("gradients=bf16", "microbatches=2", "recompute=full")),  # sums in another dtype
         Case("perceptron", 2, ("tensor=2", "recompute=full")),  # layers gather what the one before put out in slices
     ],
     ids=lambda case: case.title,

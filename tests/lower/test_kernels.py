@@ -17,6 +17,7 @@ from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, OPS, resolve_target
+from autopar.lower.kernels.batch_norm import batch_norm
 from autopar.placement import Axis
 from tests.ranks import run_ranks
 
@@ -363,3 +364,18 @@ def test_attention_reads_masks_of_other_dtypes(dtype: torch.dtype) -> None:
     found = resolve_target("aten.scaled_dot_product_attention.default")(query, key, value, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key[:, :, :2], value[:, :, :2])
     torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_norm_in_bf16_has_statistics_in_float32() -> None:
+    x, weight, bias = torch.randn(8, 4, 6), torch.rand(4), torch.rand(4)
+    mean, var = torch.zeros(4), torch.ones(4)
+    expected, *_ = batch_norm(
+        x.bfloat16().float(), weight.bfloat16().float(), bias.bfloat16().float(), mean, var, 0.1, 1e-5
+    )
+    narrow = weight.bfloat16().requires_grad_()
+    y, new_mean, new_var = batch_norm(x.bfloat16(), narrow, bias.bfloat16(), mean, var, 0.1, 1e-5)
+    y.float().square().sum().backward()
+    assert (y.dtype, new_mean.dtype, new_var.dtype, narrow.grad.dtype) == (
+        torch.bfloat16, torch.float32, torch.float32, torch.bfloat16,
+    )  # fmt: skip
+    torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.02)

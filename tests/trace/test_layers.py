@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from autopar.errors import TraceError
 from autopar.trace import LayerNeeds, trace
 from autopar.trace.repetition import MAX_OPS, find_period
 from tests import models
@@ -361,3 +362,8 @@ def test_small_models_are_cut_into_as_many_layers_as_stages_need():
     assert read(2) == [["0", "1"], ["4", "6", "8"]]
     assert read(4) == read(4, rows=64) == [["0"], ["1"], ["4"], ["6", "8"]]
     assert len(read(9)) == 5  # no layer without parameters
+
+
+def test_a_forward_without_ops_is_refused() -> None:
+    with pytest.raises(TraceError, match="runs no op on a tensor"):
+        trace(nn.Identity(), (torch.ones(4, 4),), {}, needs=LayerNeeds(count=2))

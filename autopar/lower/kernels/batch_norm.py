@@ -33,6 +33,8 @@ def batch_norm(
     """
     mean = None if running_mean is None else running_mean.detach().clone()
     var = None if running_var is None else running_var.detach().clone()
+    if mean is not None and mean.dtype != x.dtype:  # torch takes parameters in one dtype with statistics only
+        weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
     y = torch.nn.functional.batch_norm(x, mean, var, weight, bias, training=True, momentum=momentum, eps=eps)
     return y, mean, var
 

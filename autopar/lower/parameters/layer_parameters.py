@@ -238,9 +238,12 @@ class StepParameters:
         if not self._adds_up or self._leaves is None:
             return
         if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, dtypes, strict=True)):
-            pairs = zip(self._take_terms(), dtypes, strict=True)
-            terms = [None if term is None else term.to(dtype) for term, dtype in pairs]
-            self._sums = terms if self._sums is None else _add_all(self._sums, terms)
+            terms = self._take_terms()
+            sums: list[Tensor | None] = self._sums or [None] * len(terms)
+            for index, dtype in enumerate(dtypes):  # one after the other, to hold few twice
+                term, terms[index] = terms[index], None
+                sums[index : index + 1] = _add_all(sums[index : index + 1], [None if term is None else term.to(dtype)])
+            self._sums = sums
 
     def start_reduce(self) -> None:
         """Start to reduce what backwards have left since the last reduction."""

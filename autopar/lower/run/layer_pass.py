@@ -68,9 +68,9 @@ class LayerPass:
         return self._leaves[name]
 
     def _forget_parts(self, runner: LayerRunner) -> None:
-        """Keep no part of a value that the layer only reads gathered: backward asks for its shape, not for its data."""
+        """Keep no value of which the layer reads only copies: backward asks for its shape, not for its data."""
         for name, leaf in self._leaves.items():
-            if name in runner.only_gathered:
+            if name in runner.only_copied:
                 _forget_data(leaf)
 
     def offload(self) -> None:

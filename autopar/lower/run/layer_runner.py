@@ -25,6 +25,8 @@ from autopar.step.activation_policies import activation_policy
 
 __all__ = ["LayerRunner"]
 
+_COPYING = COLLECTIVE_KINDS | {"slice"}
+
 
 @dataclass(frozen=True)
 class LayerRunner:
@@ -55,9 +57,9 @@ class LayerRunner:
     first_op: int
 
     @cached_property
-    def only_gathered(self) -> frozenset[str]:
-        """The values that it reads only after a collective, of whose result none of their own data is a part."""
-        kept = {name for name, steps in self.moves if not _gathers(steps)}
+    def only_copied(self) -> frozenset[str]:
+        """The values that it reads only after a move, of whose result none of their own data is a part."""
+        kept = {name for name, steps in self.moves if not _copies(steps)}
         return frozenset(name for name, _ in self.moves) - kept
 
     @property
@@ -122,6 +124,6 @@ class LayerRunner:
         return [state[position] for position in range(len(self.layer.state))]
 
 
-def _gathers(steps: Sequence[Step]) -> bool:
-    """Whether what these steps give has none of the data that they begin with."""
-    return any(step.forward in COLLECTIVE_KINDS and step.axis.size > 1 for step in steps)
+def _copies(steps: Sequence[Step]) -> bool:
+    """Whether what these steps give has none of the data that they begin with: it was received, or copied."""
+    return any(step.forward in _COPYING and step.axis.size > 1 for step in steps)
