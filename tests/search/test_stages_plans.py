@@ -54,14 +54,9 @@ SOUGHT = [
 ]
 
 
-# Fast: each schedule once, with and without a parameter of both ends by turns.
+# With and without a parameter of both ends by turns.
 @pytest.mark.parametrize(
-    ("constraints", "tied"),
-    [
-        *((constraints, number % 2 == 1) for number, constraints in enumerate(SOUGHT)),
-        *(pytest.param(c, number % 2 == 0, marks=pytest.mark.slow) for number, c in enumerate(SOUGHT)),
-    ],
-    ids=str,
+    ("constraints", "tied"), [(constraints, number % 2 == 1) for number, constraints in enumerate(SOUGHT)], ids=str
 )
 def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], tied: bool) -> None:
     plan = run(model(tied=tied), *constraints)
