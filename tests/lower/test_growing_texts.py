@@ -62,6 +62,7 @@ def test_nanogpt_samples_by_one_plan() -> None:
     assert sorted(found) == ["idx [1, 2 to 64]", "idx [1, 65 to 128]"]
 
 
+@pytest.mark.slow
 def test_texts_do_not_reach_behind_the_table_of_positions() -> None:
     """16 positions: padded to the length of training, not to 64."""
     ids = torch.arange(16)[None]
