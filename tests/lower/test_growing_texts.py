@@ -74,9 +74,7 @@ def test_texts_do_not_reach_behind_the_table_of_positions() -> None:
     ("name", "text", "has_mask"),
     [
         pytest.param("gpt2", "data=2", False, marks=pytest.mark.slow),
-        pytest.param("gpt2", "tensor=2", True, marks=pytest.mark.slow),
         pytest.param("llama", "data=2", True, marks=pytest.mark.slow),
-        pytest.param("llama", "tensor=2", False, marks=pytest.mark.slow),
     ],
 )
 def test_models_of_transformers(name: str, text: str, has_mask: bool) -> None:
