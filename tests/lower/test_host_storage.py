@@ -80,6 +80,7 @@ def test_training_from_the_hosts_memory_is_one_devices(world: int, constraints: 
     assert_parity(subject("llama", torch.float64), plan)
 
 
+@pytest.mark.slow
 def test_tied_parameters_of_several_groups_and_a_random_plan() -> None:
     who = subject("gpt2", torch.float64)
     pipeline = plan_for("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=2", AWAY), stages=True)
@@ -166,6 +167,7 @@ def test_a_step_on_the_host_has_the_threads_of_its_cores(monkeypatch: pytest.Mon
     assert (inside, after) == (before + 1, before)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_whole_matrices_has_them() -> None:
     who = subject("llama", torch.float64)
 

@@ -208,6 +208,7 @@ def test_a_search_offloads_where_memory_is_short_and_copies_are_fast() -> None:
     assert searched(fast, None, *constraints).step_time_s <= plan.step_time_s
 
 
+@pytest.mark.slow
 def test_a_host_without_room_is_said() -> None:
     enough = searched(TablePrices(host_link=LINK), None, "data=2", *AWAY)
     small = TablePrices(host_link=replace(LINK, memory_bytes=enough.prediction.host_memory_bytes / 2))

@@ -42,7 +42,7 @@ def on_ranks(name: str, plan: Plan, action: Any) -> list[Any]:
     return simulate(plan.world_size, lambda c: action(build(model, traced, plan, c), inputs))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_outputs_of_training_are_read_as_on_one_device(num_microbatches: int) -> None:
     model, inputs, _ = traced_model("plain_gpt")
     expected, _ = model(**inputs)

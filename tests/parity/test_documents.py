@@ -175,9 +175,9 @@ def only_with(who: Subject, kernel: str) -> Subject:
     ("name", "packing", "rows", "world_size", "constraints"),
     [
         ("llama", "odd", 1, 2, ("context=2",)),
-        ("mistral", "some", 8, 2, ("context=2",)),
         *(pytest.param(name, packing, 8, *split, marks=pytest.mark.slow)
           for name, packing, *split in (
+              ("mistral", "some", 2, ("context=2",)),
               ("llama", "a document a token", 4, ("context=2", "data=2", "zero=3")),
               ("mistral", "one", 2, ("context=2", "recompute=full")),
               ("mistral", "odd", 4, ("context=2", "sequence=2")),

@@ -54,9 +54,8 @@ def plan_in_pieces(name: str, world: int, constraints: tuple[str, ...]) -> Plan:
     ("name", "world", "constraints"),
     [
         *(("llama", *forced) for forced in FORCED[:4]),
-        ("gpt2", *FORCED[1]),  # a tied head
         *(pytest.param("llama", *forced, marks=pytest.mark.slow) for forced in FORCED[4:]),
-        pytest.param("gpt2", *FORCED[3], marks=pytest.mark.slow),
+        *(pytest.param("gpt2", *forced, marks=pytest.mark.slow) for forced in (FORCED[1], FORCED[3])),  # a tied head
     ],
 )
 def test_training_is_that_of_one_device(name: str, world: int, constraints: tuple[str, ...]) -> None:

@@ -149,6 +149,7 @@ class _Balanced(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), (chosen * chosen).sum().detach()
 
 
+@pytest.mark.slow
 def test_groups_run_what_a_model_with_a_tail_is_changed_to() -> None:
     torch.manual_seed(0)
     model, prices = _Balanced().double(), quick_prices(4)
