@@ -129,7 +129,6 @@ def planned(who: Subject, world: int, *constraints: str) -> tuple[Subject, Plan]
         ("ratio", 2, ("microbatches=2", "data=2")),
         ("ratio", 2, ("microbatches=4", "tensor=2", "recompute=selective")),
         ("moved", 2, ("microbatches=2", "expert=2")),
-        ("ratio", 2, ("microbatches=4", "pipeline=2", "schedule=gpipe")),
         pytest.param(
             "qwen",
             4,
