@@ -153,7 +153,7 @@ def test_groups_of_eight_ranks_train_as_one_device() -> None:
 @pytest.mark.parametrize(
     ("world", "kinds", "asked"),
     [
-        (2, [(2, "sequence=2"), (1, "")], "data=2 zero=1"),
+        pytest.param(2, [(2, "sequence=2"), (1, "")], "data=2 zero=1", marks=pytest.mark.slow),
         pytest.param(4, [(2, "sequence=2"), (1, ""), (1, "")], "data=4 zero=3", marks=pytest.mark.slow),
         pytest.param(4, [(2, "tensor=2"), (1, "")], "pipeline=2 data=2 zero=1", marks=pytest.mark.slow),
     ],
