@@ -35,12 +35,13 @@ SMALL, WIDE, HIGH = (1, 4, 4), (1, 4, 8), (1, 8, 4)  # frames, height and width 
 def small(kind: str) -> nn.Module:
     torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    layers = 2 if kind == "qwen3" else 1  # of text: features of several layers go to as many of them
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4,
             "vocab_size": 64, "num_key_value_heads": 2, "use_cache": False, "rope_parameters": rope}  # fmt: skip
     ids = {"image_token_id": IMAGE, "vision_start_token_id": START}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
     if kind == "qwen2":
-        vision |= {"embed_dim": 32, "mlp_ratio": 2}
+        vision |= {"depth": 1, "embed_dim": 32, "mlp_ratio": 2}
         model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
     elif kind == "qwen3":  # adds features to what a mask selects, behind several layers
         vision |= {"out_hidden_size": 32, "intermediate_size": 48, "temporal_patch_size": 2,
