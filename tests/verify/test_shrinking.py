@@ -88,7 +88,7 @@ def test_batches_shrink_step_by_step() -> None:
 @pytest.mark.slow
 def test_a_plan_of_another_model_is_refused(cluster: autopar.Cluster) -> None:
     model, inputs = make_llama(batch=64)
-    plan = autopar.plan(model, cluster, inputs)
+    plan = autopar.plan(model, cluster, inputs, constraints=["data=64"])
     other, others = make_llama(batch=64, layers=3)
     with pytest.raises(PlanMismatchError, match="layers"):
         autopar.verify(other, plan, others)
