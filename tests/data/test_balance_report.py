@@ -84,6 +84,7 @@ def test_a_report_follows_the_plan_that_ran_and_says_how_even_it_was() -> None:
     assert reports[0].balance.measured == reports[1].balance.measured  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_report_follows_groups_of_unlike_size() -> None:
     found = family(small_llama(), 4, [(2, "tensor=2"), (1, "")], "data=4 zero=1")
     groups = (GroupRow(2, TOKENS, 1.0, 1e-3), GroupRow(1, TOKENS // 2, 1.0, 2e-3))

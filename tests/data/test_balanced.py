@@ -320,7 +320,7 @@ def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable
 
 @pytest.mark.parametrize(
     ("world", "packs"),
-    [(2, True), (2, False), *(pytest.param(4, packs, marks=pytest.mark.slow) for packs in (True, False))],
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
 )
 def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
     model, example = small_llama(), rows_of_tokens(world, TOKENS, packs)
@@ -387,6 +387,7 @@ def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
         assert ids[:microbatches] == ([sorted(rows[0] + rows[1])] if has_room else rows)
 
 
+@pytest.mark.slow
 def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
     model, world = small_llama(), 4
     example, short = rows_of_tokens(2, TOKENS), rows_of_tokens(4, TOKENS // 2)

@@ -20,6 +20,7 @@ from tests.data.test_balanced import Documents, check_equal_to_alone, small_llam
 from tests.lower.groups.cases import family
 
 
+@pytest.mark.slow
 def test_a_loader_shares_a_batch_out_among_groups() -> None:
     found = family(small_llama(), 4, [(2, "tensor=2"), (1, "")], "data=4 zero=1")
     # Prices of so small a model don't say so: a group of two is as fast with a row twice as long.
@@ -44,6 +45,7 @@ def test_a_loader_shares_a_batch_out_among_groups() -> None:
         assert {n: int((ids == n + 1).sum()) for n in range(len(lengths))} == dict(enumerate(lengths))
 
 
+@pytest.mark.slow
 def test_a_loader_gives_a_rank_rows_of_several_groups() -> None:
     found = family(small_llama(), 4, [(2, "sequence=2"), (1, "")], "data=4 zero=3")
     # Two ranks are done with the long one when all others are with two rows, and with another row when these are.

@@ -145,8 +145,7 @@ def test_two_ranks_run_compiled_layers() -> None:
 def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
     launch(
         2,
-        partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
-        partial(check_model, "llama", "data=2", "zero=3", "recompute=ops", "offload=activations"),
+        partial(check_model, "llama", "data=2", "zero=3", "recompute=full", "offload=activations"),
         partial(check_logits, "data=2", "zero=3", "recompute=none"),
         check_draws,
         timeout_s=400,

@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from autopar.api import trace_model
-from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
-from autopar.search import SearchRequest
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end import pipelines
 from tests.end_to_end.harness import assert_same_step, launch, parallelize
 from tests.models import make_mixtral
-from tests.parity.test_dispatch import Shared, axes_of_dispatch, on_nodes, pauses_of
+from tests.parity.test_dispatch import Shared, on_nodes, pauses_of
 from tests.parity.test_experts import routing
 from tests.ranks import run_ranks
-from tests.zoo import quick_search
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +35,6 @@ def check_experts(constraints: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     ("world_size", "constraints"),
     [
         (2, ("expert=2",)),
-        (4, ("mesh=2x2", "expert=4")),
         (4, ("tensor=2", "expert=2", "zero=3")),
     ],
 )
@@ -73,27 +69,6 @@ def check_balance_loss(constraints: tuple[str, ...]) -> bool:
 
 def test_a_balance_loss_of_the_whole_batch_in_stages_over_gloo() -> None:
     assert all(run_ranks(check_balance_loss, 4, ("pipeline=2", "expert=2", "microbatches=2")))
-
-
-def check_context_and_stages() -> None:
-    model, inputs = make_mixtral(layers=2, products="grouped_mm")
-    single = copy.deepcopy(model)
-    program = trace_model(single, inputs).program
-    constraints = ("expert=2", "context=2", "pipeline=2", "microbatches=2")
-    plan = quick_search(program, 8, SearchRequest(constraints=constraints, schedules=schedule_actions))
-    assert axes_of_dispatch(program, plan) == {(2,)}
-    assert any("context" in strategy.labels for strategy in plan.strategies)
-    parallel = parallelize(model, inputs, plan=plan)
-    with parallel.recording() as collectives:
-        pipelines.assert_same_step(parallel, single, inputs)
-    assert any(each.kind == "all_to_all" for each in collectives)
-    for each in (parallel, single):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    pipelines.assert_same_step(parallel, single, inputs)
-
-
-def test_dispatch_with_context_and_stages_over_gloo() -> None:
-    launch(8, check_context_and_stages)
 
 
 def check_shared(*, compiled: bool) -> None:

@@ -88,7 +88,6 @@ def test_two_stages_train_as_one_device() -> None:
         2,
         partial(check_training, "gpt2", "1f1b", optimizers=ALL_OPTIMIZERS),
         partial(check_training, "llama", "interleaved_1f1b"),
-        partial(check_training, "gpt2", "zbv"),
     )
 
 
@@ -243,7 +242,6 @@ def test_the_users_own_loop() -> None:
     launch(
         2,
         partial(check_frozen),
-        partial(check_loops, "1f1b"),
         partial(check_loops, "zbv"),
         partial(check_learning_rates),
         partial(check_scaler),

@@ -175,14 +175,6 @@ def test_four_ranks_train_layers_on_different_meshes() -> None:
     )
 
 
-def test_four_ranks_train_other_models() -> None:
-    launch(
-        4,
-        partial(check_model, "contrastive", ("mesh=2x2", "data=2", "tensor=2"), "adamw foreach"),
-        partial(check_plan_of_any_kind, "unet", 5),
-    )
-
-
 def perturb(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Other values for everything in a model's state, as a single device's checkpoint."""
     generator = torch.Generator().manual_seed(7)

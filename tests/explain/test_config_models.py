@@ -64,7 +64,11 @@ def test_a_config_is_a_model_and_its_batch(
     assert {name: list(x.shape) if torch.is_tensor(x) else x for name, x in made["inputs"].items()} == shapes
 
 
-@pytest.mark.parametrize("config", [{"model_type": "vit", **NARROW, **IMAGES}, PAIR], ids=["images", "pairs"])
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "vit", **NARROW, **IMAGES}, pytest.param(PAIR, marks=pytest.mark.slow)],
+    ids=["images", "pairs"],
+)
 def test_images_and_pairs_are_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any]
 ) -> None:

@@ -149,7 +149,6 @@ def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
     )
     launch(
         4,
-        partial(check_training, tmp_path, "four", ("data=2", "tensor=2")),
         partial(
             check_training, tmp_path, "four_staged", ("pipeline=2", "data=2"), str(tmp_path / "zero" / "checkpoint-3")
         ),

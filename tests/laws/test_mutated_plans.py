@@ -31,7 +31,9 @@ def changed(program: Program, seed: int) -> Plan | None:
     return plan
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in (0, 100, 200)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(100), *(pytest.param(range(n, n + 100), marks=pytest.mark.slow) for n in (100, 200))], ids=str
+)
 def test_every_changed_plan_is_legal_or_refused(seeds: range) -> None:
     program = subject("flat").traced.program
     legal = [plan for seed in seeds if (plan := changed(program, seed)) is not None]

@@ -42,6 +42,7 @@ def test_a_step_in_float32_runs_what_was_priced(model: str) -> None:
     check(subject(model, torch.float32), plan_for(model, 2, (), torch.float32))
 
 
+@pytest.mark.slow
 def test_stages_in_float32_run_what_was_priced() -> None:
     constraints = ("pipeline=2", "schedule=zbv", "microbatches=4", "tensor=2")
     plan = plan_for("deep_crossing", 4, constraints, torch.float32, stages=True)

@@ -19,13 +19,11 @@ from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.known_layers import KnownLayers
 from autopar.search.plan_selection import preferred_s
-from tests.models import make_bert, make_flat, make_llama, make_mixtral, make_vit
+from tests.models import make_flat, make_llama, make_mixtral
 
 MODELS = {
     "function": make_flat,
     "decoder": make_llama,
-    "encoder": make_bert,
-    "images": make_vit,
     "experts": make_mixtral,
 }
 SINGLE = (
@@ -35,9 +33,7 @@ SINGLE = (
     "offload=activations", "offload=none",
 )  # fmt: skip
 """All but `offload=optimizer`, which no search chooses unasked."""
-GRID = (
-    ("decoder", 4, 1), ("encoder", 4, 1), ("images", 4, 1), ("experts", 4, 1), ("decoder", 8, 2), ("experts", 8, 2),
-)  # fmt: skip
+GRID = (("decoder", 4, 1), ("experts", 4, 1), ("decoder", 8, 2), ("experts", 8, 2))
 FAST = ("data=2", "zero=3", "pipeline=2", "recompute=full")
 
 
@@ -70,13 +66,16 @@ def plan(model: str, devices: int, nodes: int = 1, constraint: str = "") -> Plan
 
 
 def grid() -> list:
-    """The decoder on 4 devices under every constraint, everything else under every sixth, in turn."""
+    """The decoder on 4 devices under every constraint, experts and two nodes under every sixth, in turn.
+
+    The law is the search's: models without experts differ from the decoder in numbers only.
+    """
     return [
         pytest.param(model, devices, nodes, constraint, id=f"{model}-{devices}-{nodes}-{constraint}", marks=(
             [] if (model, devices) == ("decoder", 4) and constraint in FAST else [pytest.mark.slow]
         ))
         for number, (model, devices, nodes) in enumerate(GRID)
-        for constraint in (SINGLE if number == 0 else SINGLE[number % 3 :: 3][number // 4 :: 2])
+        for constraint in (SINGLE if number == 0 else SINGLE[4 * number % 6 :: 6])
     ]  # fmt: skip
 
 
@@ -100,8 +99,6 @@ CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 2), (16, 2), (32, 4))
     [
         ("function", CLUSTERS[:3]),
         ("decoder", CLUSTERS[:3]),
-        # Stages within a node are not replicated over nodes: device groups are the outermost axis.
-        pytest.param("images", (*CLUSTERS[:3], (8, 1)), marks=pytest.mark.slow),
         *(pytest.param(each, CLUSTERS, marks=pytest.mark.slow) for each in ("function", "experts")),
     ],
 )
@@ -126,7 +123,7 @@ def test_a_pipeline_short_of_memory_is_not_slower_than_with_less() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["function", *(pytest.param(each, marks=pytest.mark.slow) for each in ("decoder", "encoder", "experts"))]
+    "model", ["function", *(pytest.param(each, marks=pytest.mark.slow) for each in ("decoder", "experts"))]
 )
 def test_a_tighter_memory_limit_never_gives_a_faster_plan(model: str) -> None:
     """Without stages; within the peak of a plan as the limit, that plan is found."""
@@ -145,11 +142,8 @@ def test_a_tighter_memory_limit_never_gives_a_faster_plan(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "short"),
     [
-        ("function", 0.07),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("decoder", 0.01), ("encoder", 0.01), ("experts", 0.06), ("images", 0.02))
-        ),
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("function", 0.07), ("decoder", 0.01), ("experts", 0.06))
     ],
 )
 def test_a_pipeline_is_found_again_within_its_own_peak(model: str, short: float) -> None:
@@ -162,7 +156,7 @@ def test_a_pipeline_is_found_again_within_its_own_peak(model: str, short: float)
         return limit, search(program(model), 4, prices(4), replace(request, memory_limit_bytes=limit))
 
     first = search(program(model), 4, prices(4), request)
-    found = [within(share * first.peak_memory_bytes) for share in (1.0, 0.9, 0.8, 0.7)]
+    found = [within(share * first.peak_memory_bytes) for share in (1.0, 0.85, 0.7)]
     found += [within(plan.peak_memory_bytes) for _, plan in found]
     for limit, plan in found:
         assert plan.peak_memory_bytes <= limit

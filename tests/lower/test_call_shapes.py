@@ -65,8 +65,6 @@ def test_more_forms_than_are_kept_are_named_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_random_shapes_train_as_one_device_does(seed: int) -> None:
-    name = ("plain_gpt", "gpt2", "flat")[seed]
-    constraints = (("data=2", "zero=3"), ("tensor=2",), ("data=2", "microbatches=2"))[seed]
-    train_on(name, 2, constraints, random_batches(subject(name).inputs, seed, 3, has_lengths=name in TEXTS))
+@pytest.mark.parametrize(("name", "constraints"), [("gpt2", ("tensor=2",)), ("flat", ("data=2", "microbatches=2"))])
+def test_random_shapes_train_as_one_device_does(name: str, constraints: tuple[str, ...]) -> None:
+    train_on(name, 2, constraints, random_batches(subject(name).inputs, 1, 3, has_lengths=name in TEXTS))

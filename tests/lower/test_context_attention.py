@@ -143,6 +143,7 @@ def on_gloo() -> list:
     return on_slice(ProcessGroupCommunicator(), axes, inputs, incoming, {"enable_gqa": True})[:2]
 
 
+@pytest.mark.slow
 def test_processes():
     incoming = torch.ones(2, 4, ROWS, 8, dtype=torch.float64)
     assert_same(run_ranks(on_gloo, 2), whole(operands(few=2), incoming, enable_gqa=True), (Axis(2, 1),))

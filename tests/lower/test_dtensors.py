@@ -85,7 +85,7 @@ def test_optimizers_train_dtensors_without_a_process_group(name: str):
     mesh_sizes = (2, 2, 2)
     # One rank after the other: none communicates, and DTensor remembers what it knows of an op by thread.
     # `test_submodule_calls` and others step DTensors in several threads.
-    for rank in range(8):
+    for rank in (0, 5):  # whose coordinates differ on two of the axes
         mesh = make_mesh(mesh_sizes, range(8), "cpu", rank=rank)
         check_training(rank, mesh_sizes, name, train_locally(rank, mesh_sizes, mesh, name))
     assert not dist.is_initialized()

@@ -62,6 +62,7 @@ def test_nanogpt_samples_by_one_plan() -> None:
     assert sorted(found) == ["idx [1, 2 to 64]", "idx [1, 65 to 128]"]
 
 
+@pytest.mark.slow
 def test_texts_do_not_reach_behind_the_table_of_positions() -> None:
     """16 positions: padded to the length of training, not to 64."""
     ids = torch.arange(16)[None]
@@ -73,9 +74,7 @@ def test_texts_do_not_reach_behind_the_table_of_positions() -> None:
     ("name", "text", "has_mask"),
     [
         pytest.param("gpt2", "data=2", False, marks=pytest.mark.slow),
-        pytest.param("gpt2", "tensor=2", True, marks=pytest.mark.slow),
         pytest.param("llama", "data=2", True, marks=pytest.mark.slow),
-        pytest.param("llama", "tensor=2", False, marks=pytest.mark.slow),
     ],
 )
 def test_models_of_transformers(name: str, text: str, has_mask: bool) -> None:

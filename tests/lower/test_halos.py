@@ -37,6 +37,7 @@ def on_gloo() -> Any:
     return out.detach(), normed.detach(), *found, sent
 
 
+@pytest.mark.slow
 def test_processes() -> None:
     image, weight = (x.requires_grad_() for x in operands())
     out = functional.conv2d(image, weight, None, 1, (2, 1))

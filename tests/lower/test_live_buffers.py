@@ -108,7 +108,9 @@ def test_what_is_computed_from_buffers_is_printed() -> None:
     assert "aten.cos" not in second
 
 
-@pytest.mark.parametrize("make_plan", [flat, in_microbatches, in_stages])
+@pytest.mark.parametrize(
+    "make_plan", [in_stages, *(pytest.param(each, marks=pytest.mark.slow) for each in (flat, in_microbatches))]
+)
 def test_evaluation_reads_what_is_in_the_buffers(make_plan: Callable[[Program], Plan]) -> None:
     torch.manual_seed(0)
     model = Model().double()

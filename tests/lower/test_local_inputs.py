@@ -155,8 +155,11 @@ def test_an_input_gets_the_gradient_of_its_rows() -> None:
 @pytest.mark.parametrize(
     ("constraints", "dtype", "as_dtensors"),
     [
-        (("data=4", "zero=3"), None, True), (("data=2", "tensor=2"), None, False),
-        (("data=2", "recompute=full"), None, False), (("data=4", "recompute=selective"), torch.bfloat16, False),
+        (("data=2", "tensor=2"), None, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (("data=4", "zero=3"), None, True), (("data=2", "recompute=full"), None, False),
+            (("data=4", "recompute=selective"), torch.bfloat16, False),
+        )),
     ],
     ids=str,
 )  # fmt: skip

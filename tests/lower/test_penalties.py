@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,5 +90,6 @@ def compare() -> None:
                 torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
 
 
+@pytest.mark.slow
 def test_what_is_computed_of_parameters_outside_trains_as_on_one_device() -> None:
     run_ranks(compare, 2)

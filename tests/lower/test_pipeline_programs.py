@@ -16,7 +16,6 @@ from autopar.api import trace_model
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
-from autopar.schedules import schedule_names
 from autopar.trace import Traced
 from autopar.verify import compare
 from autopar.verify.rehearsal import run_parallel, run_single
@@ -70,8 +69,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     ("world", "groups", "count", "loss"),
     [
         *((2, 2, 2, loss) for loss in LOSSES),
-        *(pytest.param(*case, loss, marks=pytest.mark.slow) for case in ((4, 2, 1), (4, 4, 4))
-          for loss in ("of all", "of the first stage")),
+        pytest.param(4, 2, 1, "of the first stage", marks=pytest.mark.slow),
+        pytest.param(4, 4, 4, "of all", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_caller_s_loss_gives_the_gradients_of_one_device(world: int, groups: int, count: int, loss: str) -> None:
@@ -114,7 +113,7 @@ class EarlyLoss(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "count"), [("gpipe", 2), ("zbv", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "count"), [("gpipe", 2), ("zbv", 1)])
 def test_what_does_not_influence_the_loss_gets_no_gradient(schedule: str, count: int) -> None:
     torch.manual_seed(0)
     who = trained_alone(EarlyLoss().double(), {"ids": torch.randint(0, 16, (8, 8))})
@@ -124,14 +123,14 @@ def test_what_does_not_influence_the_loss_gets_no_gradient(schedule: str, count:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])  # in order, split backwards, both directions at once
 def test_stages_compute_what_their_strategies_compute_without_them(schedule: str) -> None:
     """To the bit, dropout included: each op draws by its number, its microbatch and its shard, wherever it runs."""
     torch.manual_seed(0)
     model, inputs = make_plain_gpt(layers=4, dropout=0.2)
     traced = trace_model(copy.deepcopy(model), inputs)
     flat = random_plan(traced.program, 2, 5, 4 if schedule == "dualpipev" else 2)
-    staged = with_stages(flat, 2, schedule, (2 if schedule in ("gpipe", "1f1b") else 4), random.Random(0))
+    staged = with_stages(flat, 2, schedule, (2 if schedule == "1f1b" else 4), random.Random(0))
     expected, found = (steps(model, inputs, traced, plan) for plan in (flat, staged))
     assert found == expected
     if schedule == "zbv":
@@ -162,14 +161,13 @@ def steps(model: nn.Module, inputs: Mapping[str, Any], traced: Traced, plan: Pla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_stages_in_16_bits(schedule: str) -> None:
+def test_stages_in_16_bits() -> None:
     """Compute in bfloat16, gradients added up in float32, as without stages."""
     torch.manual_seed(0)
     model, inputs = make_plain_gpt(layers=4)
     traced = trace_model(copy.deepcopy(model), inputs, dtype=torch.bfloat16)
     flat = random_plan(traced.program, 2, 5, 2)
-    staged = with_stages(flat, 2, schedule, 2 if schedule == "1f1b" else 4, random.Random(0))
+    staged = with_stages(flat, 2, "zbv", 4, random.Random(0))
     expected, found = (run_parallel(model, traced, plan, inputs, 2) for plan in (flat, staged))
     report = compare(expected, found, staged.world_size)
     assert report.loss_error <= 1e-6

@@ -41,6 +41,7 @@ while time.monotonic() < until_s:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_while_gloo_frees_tensors(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(store=tmp_path / "store")], capture_output=True, text=True, timeout=200

@@ -95,7 +95,7 @@ def plan_by_seed(seed: int) -> Plan:
     return random_plan(traced_model()[1].program, 4, seed)
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
 def pipeline() -> Plan:

@@ -31,7 +31,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return draw_factorization(draw, total), draw_factorization(draw, total)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(reshapes())
 def test_any_reshape_splits_as_its_rule_says(shapes: tuple[list[int], list[int]]):
     source, target = shapes
@@ -40,7 +40,7 @@ def test_any_reshape_splits_as_its_rule_says(shapes: tuple[list[int], list[int]]
         check_options(sample(name, x, target))
 
 
-@settings(max_examples=80)
+@settings(max_examples=20)
 @given(st.lists(sizes, max_size=3), st.lists(sizes, max_size=2), st.data())
 def test_any_merged_or_split_dim_keeps_its_outer_part_as_a_factor(
     outer: list[int], inner: list[int], data: st.DataObject
@@ -69,7 +69,7 @@ def broadcast_shapes(draw: st.DrawFn) -> list[list[int]]:
     return shapes
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(broadcast_shapes())
 def test_any_broadcasting_splits_as_its_rule_says(shapes: list[list[int]]):
     a, b, c = (torch.rand(shape, dtype=torch.float64) + 0.1 for shape in shapes)
@@ -79,7 +79,7 @@ def test_any_broadcasting_splits_as_its_rule_says(shapes: list[list[int]]):
     check_options(sample("where.self", a > 0.5, b, c))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_einsum_splits_as_its_equation_says(data: st.DataObject):
     extents = dict(zip("abcd", (2, 4, 3, 2), strict=True))
@@ -90,7 +90,7 @@ def test_any_einsum_splits_as_its_equation_says(data: st.DataObject):
     check_options(sample("einsum", f"{''.join(terms[0])},{''.join(terms[1])}->{''.join(result)}", tensors))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(sizes, min_size=1, max_size=4), st.data())
 def test_any_sum_gives_terms_over_its_dims(shape: list[int], data: st.DataObject):
     dims = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True))

@@ -57,8 +57,9 @@ def axes_of_dispatch(program: Program, plan: Plan) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("name", "nodes", "per_node"), [
-    ("skewed", 2, 2), ("skewed", 2, 4), ("all to one", 2, 4), ("random", 2, 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("one each", 2, 2), ("even", 2, 4), ("random", 4, 2))),
+    ("skewed", 2, 2), ("random", 2, 2),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("all to one", 2, 4), ("one each", 2, 2), ("random", 4, 2))),
 ])  # fmt: skip
 def test_any_routing_on_nodes(name: str, nodes: int, per_node: int):
     who = routed(name)
@@ -67,6 +68,7 @@ def test_any_routing_on_nodes(name: str, nodes: int, per_node: int):
     assert_parity(who, plan, priced=False)
 
 
+@pytest.mark.slow
 def test_experts_of_two_nodes_each():
     who = routed("skewed")
     plan = on_nodes(who.traced.program, 4, 2, degree=4)
@@ -76,7 +78,7 @@ def test_experts_of_two_nodes_each():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "nodes", "per_node"), [("deepseek", 2, 4), ("qwen", 2, 2), ("gpt-oss", 2, 2)])
+@pytest.mark.parametrize(("name", "nodes", "per_node"), [("deepseek", 2, 4), ("gpt-oss", 2, 2)])
 def test_models_on_nodes(name: str, nodes: int, per_node: int):
     who = subject(name)
     plan = on_nodes(who.traced.program, nodes, per_node)
@@ -93,7 +95,7 @@ def every_pair() -> Subject:
     return trained_alone(Routed().double(), inputs)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_what_is_sent_is_what_is_priced(nodes: int, per_node: int):
     who = every_pair()
     plan = on_nodes(who.traced.program, nodes, per_node)
@@ -138,7 +140,7 @@ def every_triple_of_a_group() -> Subject:
     return trained_alone(Limited().double(), {**inputs, "weights": torch.rand(128, 3).double()})
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_a_token_is_sent_to_no_more_groups_of_experts_than_its_router_chooses(nodes: int, per_node: int):
     who = every_triple_of_a_group()
     plan = on_nodes(who.traced.program, nodes, per_node)
@@ -210,8 +212,9 @@ def pauses_of(program: Program, plan: Plan) -> list[list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 2)])
-@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "in_front"), [(1, 2, False), (2, 2, True), pytest.param(1, 2, True, marks=pytest.mark.slow)]
+)
 def test_shared_experts_compute_while_tokens_travel(nodes: int, per_node: int, in_front: bool):
     who = with_shared(in_front=in_front)
     program = who.traced.program

@@ -70,9 +70,14 @@ def capacity(form: type[Capacity], routing: str) -> Subject:
 
 
 @pytest.mark.parametrize(
-    ("routing", "constraints"), [("spread", ()), ("skewed", ("data=2",)), ("all to one", ("zero=3",))]
+    ("form", "routing", "constraints"),
+    [
+        (Capacity, "spread", ()),
+        (Capacity, "skewed", ("data=2",)),
+        (Capacity, "all to one", ("zero=3",)),
+        pytest.param(Buffered, "skewed", ("data=2",), marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("form", [Capacity, pytest.param(Buffered, marks=pytest.mark.slow)])
 def test_capacity_forms_are_ordinary_ops_that_train_as_on_one_device(
     form: type[Capacity], routing: str, constraints: tuple[str, ...]
 ) -> None:

@@ -125,7 +125,7 @@ def searched(who: Subject, world_size: int, *constraints: str) -> Plan:
     return forced_plan(who.traced.program, world_size, *constraints)
 
 
-SLOW = ("qwen", "gpt-oss")  # seconds to trace and to train on one device
+SLOW = ("qwen", "gpt-oss", "deepseek")  # seconds to trace and to train on one device
 
 
 def by_model(*cases: tuple[str, Any]) -> list[Any]:
@@ -162,7 +162,8 @@ def test_parity_of_models(name: str, constraints: tuple[str, ...]):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "constraints"), [(2, ("expert=2",)), (4, ("data=2", "expert=2")), (4, ("ep=4", "zero=3"))]
+    ("world_size", "constraints"),
+    [(2, ("expert=2",)), (4, ("ep=4", "zero=3")), pytest.param(4, ("data=2", "expert=2"), marks=pytest.mark.slow)],
 )
 def test_experts_are_split_over_as_many_devices_as_demanded(world_size: int, constraints: tuple[str, ...]):
     who = subject("mixtral")
@@ -203,9 +204,7 @@ def test_a_degree_that_divides_no_experts_is_refused(world_size: int, degree: in
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
-        ("deepseek", ("expert=2", "context=2")),
         ("mixtral with padding", ("expert=2", "context=2")),
-        ("olmoe", ("expert=2", "context=2", "pipeline=2")),
         ("gpt-oss", ("expert=2", "context=2", "pipeline=2")),
     ],
 )
@@ -237,6 +236,7 @@ def test_microbatches_are_exact(name: str):
     assert_parity(who, plan, priced=False)
 
 
+@pytest.mark.slow
 def test_rows_of_a_random_plan_are_those_of_one_device():
     who = subject("mixtral")
     for seed in range(2):
@@ -252,7 +252,7 @@ def test_a_loss_that_is_no_sum_over_tokens_needs_the_whole_batch():
 
 @pytest.mark.parametrize(("name", "world_size"), [
     ("one each", 2), ("skewed", 4), pytest.param("random", 2, marks=pytest.mark.slow),
-    pytest.param("even", 2, marks=pytest.mark.slow), pytest.param("all to one", 4, marks=pytest.mark.slow),
+    pytest.param("all to one", 4, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
     who = routed(name)
@@ -269,10 +269,10 @@ def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
 
 
 @pytest.mark.parametrize(("name", "world_size", "constraints"), [
-    ("mixtral", 2, ("tensor=2",)), ("mixtral", 4, ("tensor=2", "expert=2")),
+    ("mixtral", 2, ("tensor=2",)),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("mixtral", 4, ("tensor=4", "zero=3")), ("deepseek", 4, ("tensor=2", "data=2", "microbatches=2")),
-        ("gpt-oss", 4, ("tensor=2", "expert=2", "zero=3")), ("qwen", 4, ("tensor=2", "data=2", "zero=2")),
+        ("mixtral", 4, ("tensor=2", "expert=2")),
+        ("deepseek", 4, ("tensor=2", "data=2", "microbatches=2")), ("gpt-oss", 4, ("tensor=2", "expert=2", "zero=3")),
     )),
 ])  # fmt: skip
 def test_tensor_shares_each_expert(name: str, world_size: int, constraints: tuple[str, ...]):

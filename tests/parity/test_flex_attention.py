@@ -197,6 +197,7 @@ def test_a_block_mask_needs_its_function() -> None:
         trace(Network(call).double(), (), inputs_of(""))
 
 
+@pytest.mark.slow
 def test_hugging_face_computes_what_its_other_attention_does() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -116,16 +116,14 @@ def subject_of(name: str) -> Subject:
 
 
 PLANS = (("tensor=2",), ("data=2", "zero=3"))
-LONG = ("norms", "inner_convolutions")  # seconds to trace; by one plan
+LONG = ("penalty", "norms", "inner_convolutions")  # seconds to trace
 
 
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
-        *(pytest.param(name, PLANS[number % 2], marks=pytest.mark.slow if name in LONG else ())
-          for number, name in enumerate(CASES)),
-        *(pytest.param(name, PLANS[1 - number % 2], marks=pytest.mark.slow)
-          for number, name in enumerate(CASES) if name not in LONG),
+        pytest.param(name, PLANS[number % 2], marks=pytest.mark.slow if name in LONG else ())
+        for number, name in enumerate(CASES)
     ],
 )  # fmt: skip
 def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> None:

@@ -202,6 +202,7 @@ def test_compiled_layers_run_in_pieces() -> None:
     launch(2, partial(check_processes, "tensor=2", "pieces=2", compiled=True))
 
 
+@pytest.mark.slow
 def test_half_precision_adds_up_as_promised() -> None:
     plan = plan_for("llama", 2, ("tensor=2", "pieces=2"), torch.float32)
     assert_parity(subject("llama", torch.float32), plan, torch.float32)

@@ -22,14 +22,10 @@ CASES: dict[str, list[tuple[int, str]]] = {
         (4, "interleaved_1f1b microbatches=4 data=2 zero=1"),
         (8, "zbv microbatches=2 data=2 tensor=2 zero=2"),
     ],
-    "deeper_gpt2": [
-        (4, "interleaved_1f1b pipeline=4 microbatches=4"),
-        (8, "interleaved_zero_bubble pipeline=4 microbatches=4 stages=8 tensor=2"),
-    ],
+    "deeper_gpt2": [(8, "interleaved_zero_bubble pipeline=4 microbatches=4 stages=8 tensor=2")],
     "deep_llama": [
         (4, "gpipe microbatches=2 data=2 zero=3"),
         (4, "1f1b pipeline=4 microbatches=4"),
-        (4, "interleaved_1f1b microbatches=2 tensor=2 recompute=selective"),
         (4, "zbv microbatches=4 data=2 zero=3 recompute=full"),
         (8, "interleaved_zero_bubble microbatches=2 tensor=4 recompute=full"),
     ],
@@ -37,23 +33,18 @@ CASES: dict[str, list[tuple[int, str]]] = {
         (2, "interleaved_zero_bubble microbatches=2 stages=4"),
         (4, "gpipe pipeline=4 microbatches=2"),
         (4, "zbv microbatches=2 tensor=2"),
-        (8, "interleaved_1f1b microbatches=2 data=4 zero=3"),
     ],
     "deep_bert": [
         (4, "1f1b microbatches=2 sequence=2"),
         (4, "gpipe pipeline=4 microbatches=4 recompute=full"),
-        (8, "interleaved_zero_bubble pipeline=4 microbatches=4 data=2"),
     ],
     "deep_vit": [
         (4, "zbv microbatches=4 data=2 zero=3"),
-        (4, "interleaved_zero_bubble pipeline=4 microbatches=2"),
         (8, "1f1b pipeline=4 microbatches=4 data=2 zero=2"),
     ],
     "deep_unet": [  # skips over all stages
         (4, "1f1b pipeline=4 microbatches=4 cuts=1,2,6"),
         (4, "interleaved_1f1b microbatches=2 data=2"),
-        (4, "interleaved_zero_bubble microbatches=4 data=2 zero=1"),
-        (8, "gpipe pipeline=4 microbatches=2 data=2"),
     ],
     "deep_crossing": [  # ints and bools cross, and an output of the first stage
         (4, "1f1b pipeline=4 microbatches=4"),
@@ -112,7 +103,6 @@ def assert_met(plan: Plan, constraints: Constraints) -> None:
     [
         ("deep_gpt2", "1f1b microbatches=4 data=2"),
         ("deep_t5", "zbv microbatches=2 tensor=2"),
-        ("deep_unet", "gpipe pipeline=4 microbatches=2"),
     ],
 )
 def test_a_pipeline_trains_as_one_device_does_in_float32(model: str, text: str) -> None:

@@ -15,7 +15,7 @@ from tests.random_plans import pipelines_of, random_pipeline, random_plan
 from tests.zoo import Subject, assert_parity, subject, trained_alone
 
 SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=4
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=3
 )
 
 # Models of several layers, each with a difficulty of its own.
@@ -173,7 +173,7 @@ KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "conv", 
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=12)
+@settings(SETTINGS, max_examples=8)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     world=st.sampled_from((2, 4, 4, 8)),
@@ -188,7 +188,7 @@ def test_random_models_by_random_plans(kinds: list[str], world: int, seed: int, 
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=10)
+@settings(SETTINGS, max_examples=6)
 @given(data=st.data())
 def test_random_models_by_random_pipelines(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=9))

@@ -97,6 +97,7 @@ def test_microbatches_would_update_a_bias_by_parts_of_the_batch():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_without_weight_and_a_random_plan():
     who = biased(0.5, "one_hot", padded=True)
     for seed in range(2):

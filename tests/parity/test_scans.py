@@ -33,10 +33,8 @@ def subject(name: str) -> Subject:
 
 @pytest.mark.parametrize(
     ("name", "constraints"),
-    [("mamba", "sequence=2"),
-     *(pytest.param(name, text, marks=pytest.mark.slow) for name, text in (
-         ("mamba", "tensor=2"), ("mamba2", "sequence=2"), ("mamba2", "tensor=2"), ("mamba2", "context=2"),
-     ))],
+    [pytest.param(*case, marks=pytest.mark.slow)
+     for case in (("mamba", "sequence=2"), ("mamba2", "tensor=2"), ("mamba2", "context=2"))],
 )  # fmt: skip
 def test_scans_train_as_on_one_device(name: str, constraints: str) -> None:
     """Channels and batches split; projections by the sequence as well, between which it is gathered."""

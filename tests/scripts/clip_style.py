@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import CLIPConfig, CLIPModel
 
-PLANS = {4: (("data=2", "tensor=2"),)}
+PLANS = {2: (("data=2",),)}
 
 
 def main(prepare: Callable[..., Any], folder: Path, master: bool) -> dict[str, Any]:

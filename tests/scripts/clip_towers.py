@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-PLANS = {2: (("tensor=2",), ())}
+PLANS = {2: (("tensor=2",),)}
 
 WIDTH = 16
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PLANS = {2: (("tensor=2",), ())}
+PLANS = {2: (("tensor=2",),)}
 
 STEPS = 6
 

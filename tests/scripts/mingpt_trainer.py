@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autopar
 
-PLANS = {2: (("data=2",), ("pipeline=2",))}
+PLANS = {2: (("pipeline=2",),)}
 
 
 class SortDataset(Dataset[Any]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PLANS = {2: ((), ("pipeline=2",)), 4: (("pipeline=4",),)}
+PLANS = {2: ((), ("pipeline=2",))}
 
 
 def encoder(dim: int) -> nn.Module:

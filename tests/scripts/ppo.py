@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-PLANS = {2: (("tensor=2",), ())}
+PLANS = {2: (("tensor=2",),)}
 
 NUM_ENVS, NUM_STEPS, OBS, ACTIONS = 4, 6, 5, 3
 

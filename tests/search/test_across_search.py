@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
@@ -90,25 +87,6 @@ def test_the_reported_step_time_is_the_price_of_the_plan(constraints: tuple[str,
 def test_a_plan_survives_its_text() -> None:
     for plan in (run(small_model(), "microbatches=2"), run(small_model(tied=True))):
         assert Plan.from_json(plan.to_json()) == plan
-
-
-@given(shares=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=3))
-@settings(max_examples=3, deadline=None)
-@pytest.mark.slow
-def test_more_memory_is_never_slower(shares: list[float]) -> None:
-    program = small_model(2)
-    largest = run(program).peak_memory_bytes
-    smallest = smallest_memory(program)
-    limits = sorted(smallest + share * (largest - smallest) for share in shares)
-    plans = [run(program, memory=limit) for limit in limits]
-    assert all(plan.peak_memory_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
-    assert all(b.step_time_s <= a.step_time_s for a, b in itertools.pairwise(plans))
-
-
-def smallest_memory(program: Program) -> float:
-    with pytest.raises(InfeasibleError) as caught:
-        run(program, memory=1.0)
-    return float(str(caught.value).split("the smallest needs ")[1].split(" GiB")[0]) * 2**30 * 1.001
 
 
 def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:

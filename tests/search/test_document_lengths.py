@@ -89,6 +89,7 @@ def test_the_example_inputs_say_how_long_documents_are():
     assert not Expectations().seeing(subject("llama").traced, ((), on_meta)).documents.lengths
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_assumes(tmp_path: Path):
     model, inputs = make("llama", 4)
     packed = {**inputs, "position_ids": positions(([12, 12], [24]), 4)}

@@ -215,7 +215,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
 
 
 @given(cases(max_ops=2), st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
     assume(fits_in_time(case))
     solutions = solve(case)
@@ -228,7 +228,7 @@ def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
 
 
 @given(cases())
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_objective_is_the_reported_price(case: Case) -> None:
     assume(fits_in_time(case))
     solutions = solve(case)

@@ -135,6 +135,7 @@ def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: py
     assert not search_plan(False, search, program(), prices(), SearchRequest(), 2).compiled
 
 
+@pytest.mark.slow
 def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_finds_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_plan_that_recomputes_more_is_slower() -> None:
     assert found.step_time_s > plan.step_time_s
 
 
+@pytest.mark.slow
 def test_a_pipeline_never_excuses_a_plan_from_a_degree() -> None:
     """On groups of two devices no layer can be cut into four: such pipelines are out, not the demand."""
     constraints = ("model.layers.0: tensor=4", "model.layers.1: data=2", "model.layers.1: tensor=2")

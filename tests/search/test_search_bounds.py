@@ -94,6 +94,7 @@ def test_whole_layers_are_priced_once_for_device_groups_of_any_size(monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_pipelines_that_are_passed_over_for_their_compute_alone_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     passed_over: list[tuple[int, int, float]] = []
     is_too_slow = PipelineSearch._is_too_slow

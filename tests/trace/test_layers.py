@@ -99,7 +99,7 @@ REAL = {
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(make, marks=pytest.mark.slow) if make in (t5, gemma) else make for make in REAL],
+    [pytest.param(make, marks=pytest.mark.slow) if make in (t5, gemma, clip, resnet) else make for make in REAL],
     ids=lambda make: make.__name__,
 )
 def test_real_models(make):

@@ -37,11 +37,11 @@ def test_a_plan_for_64_devices_is_rehearsed_on_8(cluster: autopar.Cluster) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 8), ("zbv", 8), ("interleaved_1f1b", 8), ("gpipe", 8)])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 8), ("zbv", 8)])
 def test_a_pipeline_of_many_groups_is_rehearsed_on_few(schedule: str, stages: int) -> None:
     model, inputs = make_gpt2(batch=32, layers=6, length=8)
     program = trace(model, (), inputs).program
-    groups = stages if schedule in ("1f1b", "gpipe") else stages // 2
+    groups = stages if schedule == "1f1b" else stages // 2
     plan = with_stages(random_plan(program, 4, 1, 8), groups, schedule, stages, random.Random(0))
     small = shrink_plan(plan)
     assert (plan.world_size, small.world_size, small.num_groups) == (4 * groups, 8, 8 // small.group_size)
@@ -88,7 +88,7 @@ def test_batches_shrink_step_by_step() -> None:
 @pytest.mark.slow
 def test_a_plan_of_another_model_is_refused(cluster: autopar.Cluster) -> None:
     model, inputs = make_llama(batch=64)
-    plan = autopar.plan(model, cluster, inputs)
+    plan = autopar.plan(model, cluster, inputs, constraints=["data=64"])
     other, others = make_llama(batch=64, layers=3)
     with pytest.raises(PlanMismatchError, match="layers"):
         autopar.verify(other, plan, others)

@@ -40,12 +40,13 @@ TOKENS = 16
 @pytest.mark.parametrize(
     "asked",
     [
-        "data=4 zero=0",
         "data=4 zero=1",
-        "data=2 tensor=2 zero=3",
-        "pipeline=2 zero=1",
         "pipeline=2 zero=0",
         "pipeline=2 stages=4 schedule=interleaved_1f1b zero=1",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("data=4 zero=0", "data=2 tensor=2 zero=3", "pipeline=2 zero=1")
+        ),
     ],
 )
 def test_what_couples_groups_is_priced_as_it_runs(asked: str) -> None:
@@ -77,6 +78,7 @@ def test_what_couples_groups_is_priced_as_it_runs(asked: str) -> None:
     assert plan.stages or found == pytest.approx([priced_s] * 4)
 
 
+@pytest.mark.slow
 def test_groups_get_the_memory_that_is_left() -> None:
     model, prices = small_llama(), quick_prices(4)
 
@@ -148,6 +150,7 @@ class _Balanced(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), (chosen * chosen).sum().detach()
 
 
+@pytest.mark.slow
 def test_groups_run_what_a_model_with_a_tail_is_changed_to() -> None:
     torch.manual_seed(0)
     model, prices = _Balanced().double(), quick_prices(4)
