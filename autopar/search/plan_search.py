@@ -60,7 +60,8 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
 
     Raises:
         ConstraintError: a constraint can't be read, contradicts another, matches nothing or can't be met.
-        InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.
+        InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.  Or no
+            plan that fits may be faster than the request's rival.
         MissingPriceError: an op or collective has no price.
     """
     try:
@@ -68,7 +69,8 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     except HostMemoryError:
         raise
     except InfeasibleError:
-        if not can_add_space(program, world_size, request.constraints):
+        fits_otherwise = math.isfinite(request.rival_s)  # which may be all that this search found no match for
+        if fits_otherwise or not can_add_space(program, world_size, request.constraints):
             raise
     return _search(program, world_size, prices, request, adds_space=True)
 
