@@ -60,8 +60,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
 
     Raises:
         ConstraintError: a constraint can't be read, contradicts another, matches nothing or can't be met.
-        InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.  Or no
-            plan that fits may be faster than the request's rival.
+        InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.
         MissingPriceError: an op or collective has no price.
     """
     try:
@@ -69,8 +68,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     except HostMemoryError:
         raise
     except InfeasibleError:
-        fits_otherwise = math.isfinite(request.rival_s)  # which may be all that this search found no match for
-        if fits_otherwise or not can_add_space(program, world_size, request.constraints):
+        if not can_add_space(program, world_size, request.constraints):
             raise
     return _search(program, world_size, prices, request, adds_space=True)
 
@@ -105,6 +103,8 @@ def _search(
         if pipelines is None:
             raise
         pipelines = _search_pipelines(context, demands, _LESS * limit)
+        selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
+    if selected is None and single_stage.search_passed_over():
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
     if selected is None:
         smallest = pipelines.smallest if pipelines else None

@@ -18,6 +18,7 @@ from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
 from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
 from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
 __all__ = ["PathOrder", "SingleStagePaths", "SingleStageSearch"]
@@ -134,6 +135,8 @@ class SingleStageSearch:
         self._counts = _microbatch_counts(context)
         self._last: list[SingleStagePaths] = []
         self._fastest_fitting: list[tuple[float, float]] = []
+        self._passed_over: tuple[int, TimeAssignment] | None = None
+        self._enough_s = _passed_over_s(context.request)
 
     def lower_bound_s(self) -> float:
         """No path that fits is faster; of those that are counted as larger than the limit, none that is as small as one
@@ -141,12 +144,6 @@ class SingleStageSearch:
         """
         limit_bytes = self._limit_bytes
         return min((own.lower_bound_s(own.largest_fitting(limit_bytes)) for own in self.searched), default=math.inf)
-
-    @property
-    def _enough_s(self) -> float:
-        """Paths that take so long are no match for a rival, and left out unless the caller asks what was looked at."""
-        request = self._context.request
-        return request.rival_s if request.on_considered is None and request.on_final is None else math.inf
 
     @property
     def _known_bounds(self) -> list[tuple[int, bool, float]]:
@@ -179,10 +176,18 @@ class SingleStageSearch:
             if not self._try(count, assignment):
                 return
 
+    def search_passed_over(self) -> bool:
+        """Search what was passed over as it is no match for the rival, if anything was; whether that adds anything."""
+        if self._passed_over is None:
+            return False
+        self._enough_s = math.inf
+        return self._try(*self._passed_over)
+
     def _try(self, count: int, assignment: TimeAssignment) -> bool:
         """Whether so many microbatches add anything."""
         self._last = []
         if self._is_hopeless(count):
+            self._passed_over = count, assignment
             return False
         least_s = math.inf
         for shared in shared_storage_choices(self._context):
@@ -196,8 +201,10 @@ class SingleStageSearch:
             least_s = min(least_s, own_s)
             if own_s < self._enough_s:
                 self._last.append(_search_paths(candidates, chain, least))
-        self._known_bounds.append((count, self._context.request.training.compiled, least_s))
+        if math.isfinite(least_s):
+            self._known_bounds.append((count, self._context.request.training.compiled, least_s))
         if not self._last:
+            self._passed_over = count, assignment
             return False
         if self.searched and not any(_adds(paths, self.searched) for paths in self._last):
             return False
@@ -220,6 +227,11 @@ class SingleStageSearch:
         """Whether the fastest path that fits is slower than with half the microbatches, by estimate and at least."""
         before, now = self._fastest_fitting[-2:] if len(self._fastest_fitting) > 1 else ((), ())
         return bool(now) and all(early < late for early, late in zip(before, now, strict=True))
+
+
+def _passed_over_s(request: SearchRequest) -> float:
+    """Paths that take so long are no match for the rival, and passed over unless the caller asks what was looked at."""
+    return request.rival_s if request.on_considered is None and request.on_final is None else math.inf
 
 
 def _least_chain(candidates: CandidateSet, chain: Chain) -> Chain:

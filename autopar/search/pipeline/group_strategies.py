@@ -86,6 +86,9 @@ class GroupSolver:
         lean: float,
         limit_bytes: float,
     ) -> tuple[int, ...]:
+        own = [self.tables.layers[layer] for start, stop, _ in stages for layer in range(start, stop)]
+        if all(len(layer.state_in) == 1 for layer in own):
+            return (0,) * len(own)
         around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
