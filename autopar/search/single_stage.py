@@ -155,12 +155,17 @@ class SingleStageSearch:
     def _is_hopeless(self, count: int) -> bool:
         """Whether paths with fewer microbatches, or as many, were no match for the rival: more make nothing faster,
         and no layer runs faster eagerly than compiled.
+
+        Where degrees are demanded, the first candidates decide which of them can be met, so they have to be made.
         """
-        compiled = self._context.request.training.compiled
-        return any(
+        context, compiled = self._context, self._context.request.training.compiled
+        is_hopeless = not any(each.degrees for each in context.demands) and any(
             number <= count and was_compiled >= compiled and least_s >= self._enough_s
             for number, was_compiled, least_s in self._known_bounds
         )
+        if is_hopeless:
+            context.settled.update((first, context.demands[first]) for first in context.classes)
+        return is_hopeless
 
     def begin(self) -> None:
         """Search with the smallest number of microbatches."""
