@@ -127,6 +127,11 @@ class CostTables:
         return layer.total_s(self.num_microbatches) - self.split_gain * self.num_microbatches * layer.weight_s
 
     @property
+    def distinct_layers(self) -> dict[int, LayerCosts]:
+        """The layers by identity: most of a model's are one and the same."""
+        return {id(layer): layer for layer in self.layers}
+
+    @property
     def all_transfers(self) -> Iterator[Transfer]:
         """Those between neighbors, and the skips."""
         yield from (transfer for transfer in self.transfers if transfer is not None)
@@ -144,11 +149,11 @@ class CostTables:
         """All layers on one group, each with so many microbatches in flight; without the tied parameters."""
         count = self.num_microbatches
         layers = {
-            id(layer): ChainLayer(
+            key: ChainLayer(
                 self.seconds(layer), layer.in_flight_bytes(flight), layer.transient_bytes,
                 layer.state_in, layer.state_out,
             )
-            for layer in self.layers
+            for key, layer in self.distinct_layers.items()
         }  # fmt: skip
         nothing = np.zeros((self.num_states, self.num_states))
         known: dict[int, Array] = {}
@@ -169,7 +174,7 @@ class CostTables:
 
     def keep(self, rows: dict[int, Indices]) -> CostTables:
         """These candidates alone, by the id of their layer's costs; boundary states are numbered anew."""
-        layers = {id(layer): layer.take(rows[id(layer)]) for layer in self.layers}
+        layers = {key: layer.take(rows[key]) for key, layer in self.distinct_layers.items()}
         kept = np.unique(np.concatenate([np.concatenate([each.state_in, each.state_out]) for each in layers.values()]))
         number = np.zeros(self.num_states, dtype=np.intp)
         number[kept] = np.arange(len(kept))
@@ -299,7 +304,7 @@ def useful_candidates(
     used: dict[int, set[int]] = {}
     for layer, costs in enumerate(tables.layers):
         used.setdefault(id(costs), set()).update(paths[:, layer].tolist())
-    for costs in {id(costs): costs for costs in tables.layers}.values():
+    for costs in tables.distinct_layers.values():
         own = used[id(costs)]
         for gain in split_gains:
             seconds = replace(tables, split_gain=gain).seconds(costs)

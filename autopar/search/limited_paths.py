@@ -29,7 +29,8 @@ Indices = npt.NDArray[np.intp]
 # On a decoder of 126 layers over 32 groups, twice as many give a step within 0.5 %, in one and a half times the time.
 _PARTS = 256
 _MAX_CAPS = 4  # as for the hull: a path whose transients need more than a cap is sought under the next
-_PRICES = 12  # bisections of the price: each halves what it may be off by
+_PRICES = 12  # points of the hull that are looked at for the price: usually 3 to 6 are enough
+_ROUNDING = 1e-12  # relative: of two sums that are equal but for that, neither is below the other
 _DEAREST = 1e3  # the highest price: all memory costs so many times as much as all seconds
 
 
@@ -103,25 +104,37 @@ class _Labels:
         return float(seconds[last]), path
 
     def _best_price(self) -> tuple[float, tuple[float, Indices] | None]:
-        """Seconds per byte at which the fastest path takes about what is allowed; seconds and path of the best that was
-        met on the way and fits, if it is better than what is known.
+        """Seconds per byte at which the fastest path takes about what is allowed; seconds and path of the fastest on
+        the hull that fits, if it is better than what is known.
+
+        Of two points of the hull, one of which fits, the price that makes both equal gives a point below the line
+        between them, or says that they are neighbors.
         """
-        low, known = 0.0, None
-        scale = sum(float(layer.time_s[self._rows[id(layer)]].max()) for layer in self.chain.layers)
-        high = _DEAREST * scale / max(self.allowed_bytes, 1.0)
-        for step in range(_PRICES):
-            price = 0.0 if not step else high / 4**_PRICES if low == 0 and step == 1 else (low * high) ** 0.5
+
+        def point(price: float) -> tuple[float, float, Indices]:
             path, _ = self._behind(price)
-            seconds, size = self._cost(path)
-            if size <= self.allowed_bytes:
-                if seconds < (self.most_s if known is None else known[0]):
-                    known = seconds, path
-                if price == 0.0:
-                    return 0.0, known
-                high = price
-            else:
-                low = max(price, high / 4**_PRICES)
-        return high, known
+            return *self._cost(path), path
+
+        price, above = 0.0, point(0.0)
+        if above[1] <= self.allowed_bytes:
+            return price, self._if_better(above)
+        scale = sum(float(layer.time_s[self._rows[id(layer)]].max()) for layer in self.chain.layers)
+        price = _DEAREST * scale / max(self.allowed_bytes, 1.0)
+        fitting = point(price)
+        if fitting[1] > self.allowed_bytes:
+            return price, None
+        for _ in range(_PRICES):
+            price = max(0.0, fitting[0] - above[0]) / (above[1] - fitting[1])
+            own = point(price)
+            if own[0] + price * own[1] >= (fitting[0] + price * fitting[1]) * (1 - _ROUNDING):
+                break
+            fitting, above = (own, above) if own[1] <= self.allowed_bytes else (fitting, own)
+        return price, self._if_better(fitting)
+
+    def _if_better(self, point: tuple[float, float, Indices]) -> tuple[float, Indices] | None:
+        """Seconds and path of a point of the hull, if it is faster than what is known."""
+        seconds, _, path = point
+        return (seconds, path) if seconds < self.most_s else None
 
     def _behind(self, price: float) -> tuple[Indices, list[Array]]:
         """The path of the least seconds with memory at this price; per layer and state behind it the least that the

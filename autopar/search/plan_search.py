@@ -104,6 +104,8 @@ def _search(
             raise
         pipelines = _search_pipelines(context, demands, _LESS * limit)
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
+    if selected is None and single_stage.search_passed_over():
+        selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
     if selected is None:
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)

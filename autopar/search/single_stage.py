@@ -15,9 +15,10 @@ from autopar.errors import ConstraintError
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Flight
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
-from autopar.search.chain_dp import Chain, path_costs
+from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
 from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
 from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
 __all__ = ["PathOrder", "SingleStagePaths", "SingleStageSearch"]
@@ -134,6 +135,8 @@ class SingleStageSearch:
         self._counts = _microbatch_counts(context)
         self._last: list[SingleStagePaths] = []
         self._fastest_fitting: list[tuple[float, float]] = []
+        self._passed_over: tuple[int, TimeAssignment] | None = None
+        self._enough_s = _passed_over_s(context.request)
 
     def lower_bound_s(self) -> float:
         """No path that fits is faster; of those that are counted as larger than the limit, none that is as small as one
@@ -141,6 +144,28 @@ class SingleStageSearch:
         """
         limit_bytes = self._limit_bytes
         return min((own.lower_bound_s(own.largest_fitting(limit_bytes)) for own in self.searched), default=math.inf)
+
+    @property
+    def _known_bounds(self) -> list[tuple[int, bool, float]]:
+        """What paths take at least, under the same demands: (microbatches, whether compiled, seconds)."""
+        context = self._context
+        key = "least of paths", context.num_devices, context.demands, context.request.training.running(compiled=False)
+        return context.request.known.get((context.program, context.prices), key, list[tuple[int, bool, float]])
+
+    def _is_hopeless(self, count: int) -> bool:
+        """Whether paths with fewer microbatches, or as many, were no match for the rival: more make nothing faster,
+        and no layer runs faster eagerly than compiled.
+
+        Where degrees are demanded, the first candidates decide which of them can be met, so they have to be made.
+        """
+        context, compiled = self._context, self._context.request.training.compiled
+        is_hopeless = not any(each.degrees for each in context.demands) and any(
+            number <= count and was_compiled >= compiled and least_s >= self._enough_s
+            for number, was_compiled, least_s in self._known_bounds
+        )
+        if is_hopeless:
+            context.settled.update((first, context.demands[first]) for first in context.classes)
+        return is_hopeless
 
     def begin(self) -> None:
         """Search with the smallest number of microbatches."""
@@ -156,14 +181,36 @@ class SingleStageSearch:
             if not self._try(count, assignment):
                 return
 
+    def search_passed_over(self) -> bool:
+        """Search what was passed over as it is no match for the rival, if anything was; whether that adds anything."""
+        if self._passed_over is None:
+            return False
+        self._enough_s = math.inf
+        return self._try(*self._passed_over)
+
     def _try(self, count: int, assignment: TimeAssignment) -> bool:
         """Whether so many microbatches add anything."""
         self._last = []
+        if self._is_hopeless(count):
+            self._passed_over = count, assignment
+            return False
+        least_s = math.inf
         for shared in shared_storage_choices(self._context):
             self._context.request.check_time()
             candidates = make_candidate_set(self._context, count, dict(assignment.factors), shared)
-            if candidates is not None:
-                self._last.append(_search_paths(candidates))
+            if candidates is None:
+                continue
+            chain = _chain(candidates)
+            least = _least_chain(candidates, chain)
+            own_s = least.fixed_s + relaxed_paths(least, 0.0, math.inf)[0]
+            least_s = min(least_s, own_s)
+            if own_s < self._enough_s:
+                self._last.append(_search_paths(candidates, chain, least))
+        if math.isfinite(least_s):
+            self._known_bounds.append((count, self._context.request.training.compiled, least_s))
+        if not self._last:
+            self._passed_over = count, assignment
+            return False
         if self.searched and not any(_adds(paths, self.searched) for paths in self._last):
             return False
         self.searched += self._last
@@ -187,16 +234,21 @@ class SingleStageSearch:
         return bool(now) and all(early < late for early, late in zip(before, now, strict=True))
 
 
-def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
+def _passed_over_s(request: SearchRequest) -> float:
+    """Paths that take so long are no match for the rival, and passed over unless the caller asks what was looked at."""
+    return request.rival_s if request.on_considered is None and request.on_final is None else math.inf
+
+
+def _least_chain(candidates: CandidateSet, chain: Chain) -> Chain:
+    """What all candidates take at least, however much is overlapped."""
+    hidden_s = {first: np.array([each.total_s for each in candidates.hideable(first)]) for first in candidates.by_class}
+    return _less(candidates, chain, hidden_s)
+
+
+def _search_paths(candidates: CandidateSet, chain: Chain, least: Chain) -> SingleStagePaths:
     """Fast paths by their seconds less what is overlapped by estimate, and by what they take at least."""
-    chain = _chain(candidates)
-    by_class = candidates.by_class.items()
-    visible = _less(candidates, chain, {f: np.array([each.overlapped_s for each in own]) for f, own in by_class})
-    least = _less(
-        candidates,
-        chain,
-        {first: np.array([each.total_s for each in candidates.hideable(first)]) for first, _ in by_class},
-    )
+    overlapped_s = {first: np.array([each.overlapped_s for each in own]) for first, own in candidates.by_class.items()}
+    visible = _less(candidates, chain, overlapped_s)
     pool = fastest_paths(visible)
     fastest = pool if least is visible else fastest_paths(least, mixes=False)
     if fastest is not pool:

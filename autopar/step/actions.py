@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
@@ -194,19 +194,15 @@ class StepActions:
     @cached_property
     def _copies(self) -> dict[Action, _Copies]:
         """By action, what it leaves to its neighbors and does for them."""
-        results: dict[Action, _Copies] = {}
-
-        def note(action: Action, **changes: object) -> None:
-            results[action] = results.get(action, _Copies())._replace(**changes)
-
+        changes: dict[Action, dict[str, Any]] = {}
         for listed in self.listed if self.is_training else ():
             for kind, action, neighbor in _copies_of_neighbors([a for a in listed if self._computes(a)]):
                 layer = self.ranges[action.stage][-1]
                 if self.policies[layer].offloads:
-                    is_offload = kind == "OFFLOAD"
-                    note(action, **{"leaves" if is_offload else "arrives": True})
-                    note(neighbor, **{"offload" if is_offload else "fetch": (layer, action.microbatch)})
-        return results
+                    is_offload, copied = kind == "OFFLOAD", (layer, action.microbatch)
+                    changes.setdefault(action, {})["leaves" if is_offload else "arrives"] = True
+                    changes.setdefault(neighbor, {})["offload" if is_offload else "fetch"] = copied
+        return {action: _Copies(**own) for action, own in changes.items()}
 
     def _computes(self, action: Action) -> bool:
         return action.kind in ("F", "B", "I") or (action.kind == "W" and self.is_split(action.stage))

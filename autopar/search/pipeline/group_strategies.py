@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from autopar.schedules import Flight
 from autopar.schedules.action_lists import ScheduleActions
 from autopar.search.chain_dp import Chain, ChainLayer
-from autopar.search.cost_tables import CostTables, LayerCosts
+from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend
 from autopar.search.lagrangian import fastest_path, fastest_paths
 from autopar.search.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
@@ -85,6 +86,9 @@ class GroupSolver:
         lean: float,
         limit_bytes: float,
     ) -> tuple[int, ...]:
+        own = [self.tables.layers[layer] for start, stop, _ in stages for layer in range(start, stop)]
+        if all(len(layer.state_in) == 1 for layer in own):
+            return (0,) * len(own)
         around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
@@ -185,17 +189,30 @@ class GroupSolver:
                 before += seconds[tables.layers[transfer.producer].state_out[path[transfer.producer]]]
             elif transfer.producer == stop - 1 and transfer.reader >= stop:
                 behind += seconds[:, tables.layers[transfer.reader].state_in[path[transfer.reader]]]
-        for send in tables.sends:
-            if send.producer == stop - 1 and max(send.readers) >= stop:
+        for send in self._sends_of.get(stop - 1, ()):
+            if max(send.readers) >= stop:
                 behind += count * (send.forward_s + send.backward_s)
         return before, behind
+
+    @cached_property
+    def _sends_of(self) -> dict[int, list[PipelineSend]]:
+        """What is sent, by the layer that makes it."""
+        by_producer: dict[int, list[PipelineSend]] = {}
+        for send in self.tables.sends:
+            by_producer.setdefault(send.producer, []).append(send)
+        return by_producer
+
+    @cached_property
+    def _passed_on(self) -> tuple[PipelineSend, ...]:
+        """What a stage between its producer and a reader may have to hold: not what only the next layer reads."""
+        return tuple(send for send in self.tables.sends if max(send.readers) > send.producer + 1)
 
     def _fixed_bytes(self, stages: Stages, path: tuple[int, ...]) -> float:
         """Shared parameters that these stages read, and what they only pass on."""
         size = 0.0
         for tied in self.tables.tied:
             size += tied.static_bytes * any(start <= r < stop for start, stop, _ in stages for r in tied.readers)
-        for send in self.tables.sends:
+        for send in self._passed_on:
             state = self.tables.layers[send.producer].state_out[path[send.producer]]
             for start, stop, flight in stages:
                 reads = any(start <= reader < stop for reader in send.readers)

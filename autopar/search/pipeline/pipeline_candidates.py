@@ -418,8 +418,8 @@ def _without_offloads(tables: CostTables) -> CostTables:
     """The tables with candidates that offload so slow that they are only taken where there is no other."""
     slow_s = sum(float(layer.total_s(1).max()) for layer in tables.layers)
     known = {
-        id(layer): replace(layer, forward_s=layer.forward_s + slow_s * (layer.host_bytes > 0))
-        for layer in tables.layers
+        key: replace(layer, forward_s=layer.forward_s + slow_s * (layer.host_bytes > 0))
+        for key, layer in tables.distinct_layers.items()
     }
     return replace(tables, layers=tuple(known[id(layer)] for layer in tables.layers))
 

@@ -17,6 +17,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -199,17 +200,33 @@ class StageEstimates:
         layers, flights = [id(each) for each in tables.layers], self.shape.flights
         is_alone = self.shape.num_stages == self.shape.num_groups
         spans = itertools.pairwise(cuts.bounds)
+        firsts_of: dict[tuple[int, ...], Indices] = {}
         for own, (start, stop), peak_bytes in zip(flights, spans, peaks_bytes, strict=True):
             seconds, width, fits = float(unit_s[start:stop].sum()), stop - start, peak_bytes <= tables.limit_bytes
             if not fits and not is_alone:
                 continue
-            firsts = [n for n in range(len(layers) - width + 1) if layers[n : n + width] == layers[start:stop]]
-            for stage, flight in enumerate(flights):
-                known = self.seconds[stage, firsts, width - 1]
-                if flight == own:
-                    self.seconds[stage, firsts, width - 1] = seconds if fits else np.inf
-                elif fits and flight.in_flight <= own.in_flight and flight.split <= own.split:
-                    self.seconds[stage, firsts, width - 1] = np.minimum(known, seconds)
+            if (kinds := tuple(layers[start:stop])) not in firsts_of:
+                alike = [n for n in range(len(layers) - width + 1) if tuple(layers[n : n + width]) == kinds]
+                firsts_of[kinds] = np.array(alike)
+            of_width = self.seconds[:, :, width - 1]
+            equal, fewer = self._stages_by_flight[own]
+            of_width[np.ix_(equal, firsts_of[kinds])] = seconds if fits else np.inf
+            if fits and len(fewer):
+                places = np.ix_(fewer, firsts_of[kinds])
+                of_width[places] = np.minimum(of_width[places], seconds)
+
+    @cached_property
+    def _stages_by_flight(self) -> dict[Flight, tuple[Indices, Indices]]:
+        """The stages with as many microbatches in flight, and the others that have no more."""
+        flights = self.shape.flights
+        return {
+            own: (
+                np.array([stage for stage, each in enumerate(flights) if each == own], dtype=np.intp),
+                np.array([stage for stage, each in enumerate(flights) if each != own and _has_no_more(each, own)],
+                         dtype=np.intp),
+            )
+            for own in set(flights)
+        }  # fmt: skip
 
     def ways_to_cut(self) -> list[tuple[float, PipelineCuts]]:
         """A few ways to cut with about how long a step takes, the one that seems fastest first.
@@ -230,6 +247,10 @@ class StageEstimates:
             step_s[bounds] = (self.num_microbatches - 1) * rounds * slowest_s + self.fill_share * total_s
         ranked = sorted(step_s.items(), key=lambda item: item[1])
         return [(value, PipelineCuts(self.shape, bounds)) for bounds, value in ranked]
+
+
+def _has_no_more(flight: Flight, other: Flight) -> bool:
+    return flight.in_flight <= other.in_flight and flight.split <= other.split
 
 
 def _unit_seconds(spans: SpanCosts, size: Array, budget: float, limit_bytes: float) -> Array:
