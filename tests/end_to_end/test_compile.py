@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
 from autopar.errors import CompilerError
 from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
 from autopar.step.activation_policies import rerun_ops
+from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of
+from tests.collectives import assert_run_equals_priced
 from tests.end_to_end.harness import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -71,6 +74,20 @@ def check_collectives() -> None:
             loss_of(parallel(**inputs)).backward()
         found.append(Counter(collectives))
     assert found[0] == found[1]
+
+
+def check_forwards_again() -> None:
+    """Of a forward that runs again in backward, the collective behind the last product is left out, as is its price."""
+    model, inputs = make("llama")
+    program = autopar.trace_model(model, inputs).program
+    parallel = parallelize(model, inputs, constraints=("tensor=2", "zero=0", "recompute=full"), compile=True)
+    with parallel.recording() as collectives:
+        loss_of(parallel(**inputs)).backward()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, list(collectives))
+    assert_run_equals_priced(program, parallel.plan, ranks, steps=1)
+    phases = Counter(each.phase for each in plan_collectives(program, parallel.plan) if each.purpose == "activation")
+    assert 0 < phases["recompute"] < phases["forward"], phases
 
 
 def check_logits(*constraints: str) -> None:
@@ -139,7 +156,7 @@ def no_program(name: str) -> None:
 
 def test_two_ranks_run_compiled_layers() -> None:
     gpt2 = partial(check_model, "gpt2", "tensor=2", "recompute=ops")
-    launch(2, gpt2, check_collectives, check_no_compiler, timeout_s=400)
+    launch(2, gpt2, check_collectives, check_forwards_again, check_no_compiler, timeout_s=400)
 
 
 def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:

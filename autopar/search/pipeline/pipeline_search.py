@@ -233,7 +233,7 @@ def _ideal_layers(context: SearchContext) -> Array:
     more microbatches makes nothing faster.
     """
     forward_s, backward_s = context.ideal_layers_s
-    return np.stack([forward_s, forward_s * (1 + np.array(context.run_again)) + backward_s])
+    return np.stack([forward_s, forward_s + context.ideal_again_s + backward_s])
 
 
 def _least_layers(context: SearchContext, count: int) -> Array:
