@@ -56,9 +56,7 @@ def compile_graph(
     inductor: Any = importlib.import_module("torch._inductor.compile_fx")
     functorch: Any = importlib.import_module("torch._functorch.config")
 
-    def noted(graph: fx.GraphModule, run: Any) -> Callable[[Any], Any]:
-        note = noting(graph)
-
+    def noted(note: Callable[[], None], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run_and_note(values: Any) -> Any:
             note()
             return run(values)
@@ -66,15 +64,17 @@ def compile_graph(
         return run_and_note
 
     def inner_compile(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        # The compiler changes graphs, so they are read first.
         is_forward = with_gradients and not kwargs.get("is_backward")
-        saving = _Saving.of(graph) if saves_only and is_forward else None  # before the compiler changes the graph
-        whole = inductor.compile_fx_inner(graph, *args, **kwargs)
-        run = noted(graph, whole)
-        short = saving and saving.compiled(inductor, whole, *args, **kwargs)
-        run_short = noted(saving.graph, short) if saving and short else run
+        saving = _Saving.of(graph) if saves_only and is_forward else None
+        note, note_saving = noting(graph), noting(saving.graph) if saving else None
+        whole: Any = inductor.compile_fx_inner(graph, *args, **kwargs)
+        run = run_saving = noted(note, whole)
+        if saving and note_saving and (short := saving.compiled(inductor, whole, *args, **kwargs)):
+            run_saving = noted(note_saving, short)
 
         def chosen(values: Any) -> Any:
-            return run_short(values) if saves_only and saves_only() else run(values)
+            return run_saving(values) if saves_only and saves_only() else run(values)
 
         untyped: Any = chosen
         untyped._boxed_call = True  # it takes its arguments as a list, and may empty it
@@ -113,7 +113,7 @@ class _Saving:
         """That of a forward as AOTAutograd made it; None if that is all of it."""
         output = whole.graph.output_node()
         put_out: Any = output.args[0]
-        own: list[int] = output.meta["user_visible_output_idxs"]
+        own: list[int] = output.meta.get("user_visible_output_idxs", [])
         made, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
         made.graph_copy(whole.graph, nodes)
         saved = (each for place, each in enumerate(put_out) if place not in own)
@@ -132,16 +132,17 @@ class _Saving:
         """It puts out tensors without data for the program's own results; None if it would save tensors that lie
         otherwise than those of the `whole` forward, for which backward is compiled.
         """
+        if all(node.op in ("placeholder", "output") for node in self.graph.graph.nodes):  # arguments are all it saves
+            return self._with_stand_ins(lambda values: self.graph(*values))
         guards: Any = importlib.import_module("torch._guards")
         with guards.TracingContext.report_output_strides():  # those of the whole forward are reported
             run = inductor.compile_fx_inner(self.graph, *args, **kwargs)
         strides = [each for place, each in enumerate(whole.output_strides) if place not in self.results]
-        if run.output_strides != strides:
-            return None
+        return self._with_stand_ins(run) if run.output_strides == strides else None
 
+    def _with_stand_ins(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def with_stand_ins(values: Any) -> Any:
-            saved = iter(run(values))
-            results = self.results
+            saved, results = iter(run(values)), self.results
             return tuple(
                 _stand_in(results[place]) if place in results else next(saved) for place in range(self.num_results)
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.step.fusion import fused_layer
+from autopar.step.fusion import training_graphs
 from autopar.step.instructions import Reshard, RunOp
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
@@ -33,10 +33,9 @@ NOTHING = LeftOut()
 @lru_cache(maxsize=64)  # collectives and seconds of one layer are priced one after the other
 def left_out(placed: PlacedLayer, *, fuses_attention: bool) -> LeftOut:
     """What does not run again of a compiled layer in training; `fuses_attention` as in `TrainingSpec`."""
-    whole = tensor_graph(placed, fuses_attention=fuses_attention)
+    whole, saving = training_graphs(placed, fuses_attention=fuses_attention)
     if not _is_compiled_in_one_go(placed, whole):
         return NOTHING
-    saving = fused_layer(placed, fuses_attention=fuses_attention, is_training=True).graph
     out = [node for node, runs in zip(whole.nodes, _running(whole, saving.nodes), strict=True) if not runs]
     return LeftOut(
         frozenset(node.op_index for node in out if node.op),
