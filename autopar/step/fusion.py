@@ -54,8 +54,8 @@ def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool
 
 
 def training_graphs(placed: PlacedLayer, *, fuses_attention: bool) -> tuple[TensorGraph, TensorGraph]:
-    """The tensors of a layer in training if it runs eagerly, and if it is compiled, with the same nodes; arguments as of
-    `fused_layer`.
+    """The tensors of a layer in training if it runs eagerly, and if it is compiled, with the same nodes; arguments as
+    of `fused_layer`.
     """
     fused = _fused(placed, fuses_attention, True)
     return fused.whole, fused.layer.graph
