@@ -86,8 +86,8 @@ def _search_plan(
             )
         return _noted(search(made), made)
     size = logits_bytes(program) if way is None and not whole_outputs else 0
-    limit = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-    if size / num_devices >= _DECISIVE * limit:
+    allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
+    if size and size / num_devices >= _DECISIVE * allowed:
         return _pieces_first(search, program, compiled)
     try:
         plan = search(program)
@@ -96,6 +96,7 @@ def _search_plan(
             raise
         made = in_pieces(program, PIECE_TOKENS)
         return _noted(search(made), made)
+    limit = plan.memory_limit_bytes or prices.memory_bytes
     if size / plan.group_size < _NOTICEABLE * limit or not is_short_of_memory(plan):
         return plan
     made = in_pieces(program, PIECE_TOKENS)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.api import trace_model
 from autopar.errors import CompilerError
 from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
@@ -79,7 +80,7 @@ def check_collectives() -> None:
 def check_forwards_again() -> None:
     """Of a forward that runs again in backward, the collective behind the last product is left out, as is its price."""
     model, inputs = make("llama")
-    program = autopar.trace_model(model, inputs).program
+    program = trace_model(model, inputs).program
     parallel = parallelize(model, inputs, constraints=("tensor=2", "zero=0", "recompute=full"), compile=True)
     with parallel.recording() as collectives:
         loss_of(parallel(**inputs)).backward()
