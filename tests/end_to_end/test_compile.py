@@ -99,13 +99,13 @@ def check_logits(*constraints: str) -> None:
     tangents: set[torch.Size] = set()
     compile_graph = compiled.compile_graph
 
-    def watching(module: Any, tensors: Any, noting: Any) -> Any:
+    def watching(module: Any, tensors: Any, noting: Any, *rest: Any) -> Any:
         def note(graph: Any) -> Any:
             placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
             tangents.update(node.meta["val"].shape for node in placeholders if node.name.startswith("tangents"))
             return noting(graph)
 
-        return compile_graph(module, tensors, note)
+        return compile_graph(module, tensors, note, *rest)
 
     compiled.compile_graph = watching
     found = []
