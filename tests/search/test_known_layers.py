@@ -158,7 +158,7 @@ def test_where_whole_logits_take_much_memory_pieces_are_searched_first(monkeypat
     assert search_plan(False, slow, program(), prices(), SearchRequest(), 2).decisions.piece_tokens
 
 
-@pytest.mark.parametrize(("piece_tokens", "flat_s", "begins"), [(0, 1.2, False), (0, 1.05, True), (64, 1.2, True)])
+@pytest.mark.parametrize(("piece_tokens", "flat_s", "begins"), [(0, 1.1, False), (0, 1.03, True), (64, 1.1, True)])
 def test_plans_without_stages_that_were_far_too_slow_are_not_searched_again(
     monkeypatch: pytest.MonkeyPatch, piece_tokens: int, flat_s: float, begins: bool
 ) -> None:
