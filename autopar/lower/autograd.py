@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,10 +70,21 @@ def run_backward(loss: Tensor) -> None:
     untyped.backward()
 
 
-def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``run(*inputs)``, run again in backward as a whole; random number generators are not restored."""
+def run_twice(
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Sequence[Tensor]:
+    """``run(*inputs)``, run again in backward; random number generators are not restored.
+
+    The context that `again` gives is entered each time it runs again (more than once with `retain_graph`).  All of it
+    runs again: stopping behind the last tensor that is saved would leave out collectives that were priced.
+    """
     untyped: Any = checkpoint
-    return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    return untyped.checkpoint(
+        run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False,
+        context_fn=lambda: (nullcontext(), again()),
+    )  # fmt: skip
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,10 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
-from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.lower.communication.torch_groups import open_group
 from autopar.placement import REPLICATE, Layout, Placement, shard
@@ -32,7 +29,6 @@ __all__ = [
     "after_backward",
     "allow_anomaly_detection",
     "can_part",
-    "compile_graph",
     "dtensor_like",
     "foreach_norm",
     "from_torch_placement",
@@ -61,7 +57,6 @@ __all__ = [
     "renamed_mesh",
     "scale_in_place",
     "set_local_tensor",
-    "split_graph",
     "storage_key",
     "stride_as_parts",
     "takes_device",
@@ -284,65 +279,6 @@ def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callab
         kind, lambda x: (take(x), None), lambda given, _: make(list(given)),
         flatten_with_keys_fn=lambda x: (list[Any]((pytree.GetAttrKey(f"{i}"), y) for i, y in enumerate(take(x))), None),
     )  # fmt: skip
-
-
-def split_graph(module: fx.GraphModule, piece_of: Callable[[fx.Node], int]) -> fx.GraphModule:
-    """`module` as submodules in a row, each holding the ops of one piece; pieces are numbered in the graph's order."""
-    untyped: Any = split_module
-    return untyped(module, module, piece_of, keep_original_order=True)
-
-
-def run_again_in_backward(nodes: Iterable[fx.Node]) -> None:
-    """Have `compile_graph` compute the results of these nodes again in backward instead of keeping them.
-
-    These are the marks that Dynamo puts on the nodes of a checkpointed region (torch/_higher_order_ops/wrap.py,
-    `TagActivationCheckpoint`), and that AOTAutograd's partitioner obeys.
-    """
-    for node in nodes:
-        node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
-
-
-def compile_graph(
-    module: fx.GraphModule, tensors: Sequence[Tensor], noting: Callable[[fx.GraphModule], Callable[[], None]]
-) -> Callable[..., Any]:
-    """`module` compiled by inductor, forward and backward, for arguments that lie as `tensors`; it is used up.
-
-    Args:
-        module: a graph of any Python functions that can be traced, returning a tuple of tensors.
-        tensors: examples of its arguments.
-        noting: gets the forward's graph, and the backward's; what it returns is called whenever that one runs.
-    """
-    with_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-    on_accelerator = any(x.device.type not in ("cpu", "meta") for x in tensors)
-    device = torch.accelerator.current_device_index() if on_accelerator else None
-    examples = [x.detach().requires_grad_(x.requires_grad and with_gradients) for x in tensors]
-    inductor: Any = importlib.import_module("torch._inductor.compile_fx")
-    functorch: Any = importlib.import_module("torch._functorch.config")
-
-    def inner_compile(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        note = noting(graph)
-        run: Any = inductor.compile_fx_inner(graph, *args, **kwargs)
-
-        def noted(values: Any) -> Any:
-            note()
-            return run(values)
-
-        untyped: Any = noted
-        untyped._boxed_call = True  # it takes its arguments as a list, and may empty it
-        return noted
-
-    def compile_it() -> Callable[..., Any]:
-        torch.set_num_threads(num_threads)
-        # A backward may run again (retain_graph), as the one that runs in two parts does.
-        with torch.set_grad_enabled(with_gradients), functorch.patch(donated_buffer=False):
-            if device is None:
-                return inductor.compile_fx(module, examples, inner_compile=inner_compile)
-            with torch.accelerator.device_index(device):
-                return inductor.compile_fx(module, examples, inner_compile=inner_compile)
-
-    # In a thread of its own: hooks on what autograd saves, which may be in force here, are not to see the tracing.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(compile_it).result()
 
 
 class ModuleTables(NamedTuple):

@@ -23,6 +23,10 @@ __all__ = ["search_plan"]
 
 _WORTH_IT = 1.02  # times as fast: less than the error of predictions doesn't pay for logits without gradients
 _NOTICEABLE = 0.02  # of a device's memory
+# Of a device's memory: if whole logits take as much though all devices share them, plans with them are short of memory,
+# and stages leave them to a few devices.  Pieces win then, so they are searched first: what is left of the search with
+# whole logits is what can still beat them.
+_DECISIVE = 0.05
 
 
 def search_plan(
@@ -82,6 +86,9 @@ def _search_plan(
             )
         return _noted(search(made), made)
     size = logits_bytes(program) if way is None and not whole_outputs else 0
+    allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
+    if size and size / num_devices >= _DECISIVE * allowed:
+        return _pieces_first(search, program, compiled)
     try:
         plan = search(program)
     except InfeasibleError:
@@ -100,6 +107,21 @@ def _search_plan(
         if gain >= _WORTH_IT:
             return _noted(in_pieces_plan, made, f"; predicted {gain:.2f}x as fast as with whole logits")
     return plan
+
+
+def _pieces_first(
+    search: Callable[[Program, bool | None, float], Plan], program: Program, compiled: bool | None
+) -> Plan:
+    """The plan with logits in pieces, or the one with whole logits if that is nearly as fast."""
+    made = in_pieces(program, PIECE_TOKENS)
+    plan = search(made, compiled, math.inf)
+    with suppress(InfeasibleError):
+        whole = search(program, plan.compiled or compiled, preferred_s(plan) * _WORTH_IT)
+        if preferred_s(whole) < _WORTH_IT * preferred_s(plan):
+            return whole
+        # What is slower was passed over, so it is not known how much slower whole logits are.
+        return _noted(plan, made, f"; predicted at least {_WORTH_IT:.2f}x as fast as with whole logits")
+    return _noted(plan, made)
 
 
 def _noted(plan: Plan, program: Program, gain: str = "") -> Plan:

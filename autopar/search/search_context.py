@@ -22,6 +22,7 @@ from autopar.step.local_layer import SharedStorage, place_whole
 from autopar.step.op_seconds import op_seconds
 from autopar.step.planned_layers import LayerFacts
 from autopar.step.prices import OpTime, Prices
+from autopar.step.rerun_forward import surely_run_again
 from autopar.step.rerun_front import rerun_front, spaced_choices
 from autopar.step.training import TrainingSpec, own_training
 
@@ -205,13 +206,32 @@ class SearchContext:
         return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
 
     @cached_property
-    def run_again(self) -> tuple[bool, ...]:
-        """By layer, whether a demand makes backward run all of its forward again."""
+    def run_again(self) -> tuple[frozenset[int], ...]:
+        """By layer, the ops that a demand makes backward run again, however the layer is sharded."""
         return tuple(
-            demands.recompute not in ("", OPS)
-            and is_layer_rerun(demands.recompute, own_training(self.program, layer, self.request.training))
+            self._ops_again(layer.kind) if self._is_rerun(layer, demands.recompute) else frozenset[int]()
             for layer, demands in zip(self.program.layers, self.demands, strict=True)
         )
+
+    def _is_rerun(self, layer: Layer, recompute: str) -> bool:
+        own = own_training(self.program, layer, self.request.training)
+        return recompute not in ("", OPS) and is_layer_rerun(recompute, own)
+
+    def _ops_again(self, kind: int) -> frozenset[int]:
+        """The ops of a kind of layer that run again in backward if its whole forward does."""
+        training, layer = self.request.training, self.program.kinds[kind]
+        if not training.compiled:
+            return frozenset(range(len(layer.ops)))
+        return surely_run_again(place_whole(self.program, layer), fuses_attention=training.fuses_attention)
+
+    @cached_property
+    def ideal_again_s(self) -> Array:
+        """Of every layer, the least seconds of what `run_again` says, if the devices of a group shared all compute."""
+        seconds = (
+            sum(self.whole_s[layer.kind][index].forward_s for index in again)
+            for layer, again in zip(self.program.layers, self.run_again, strict=True)
+        )
+        return np.array(list(seconds)) / self.num_devices
 
     @property
     def whole_s(self) -> dict[int, tuple[OpTime, ...]]:

@@ -21,7 +21,7 @@ from autopar.step.fused_kernels import FusedKernel, Key, Task, join_tasks
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
 
-__all__ = ["FusedLayer", "fused_layer", "rerunning_graph"]
+__all__ = ["FusedLayer", "fused_layer", "rerunning_graph", "training_graphs"]
 
 _STATISTICS_SHARE = 4  # a result so many times smaller than what it is made of is kept: it is a statistic
 _UNROLLED = 8  # a sum of fewer elements is no loop of its own
@@ -51,6 +51,14 @@ def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool
         is_training: whether it has a backward.
     """
     return _fused(placed, fuses_attention, is_training).layer
+
+
+def training_graphs(placed: PlacedLayer, *, fuses_attention: bool) -> tuple[TensorGraph, TensorGraph]:
+    """The tensors of a layer in training if it runs eagerly, and if it is compiled, with the same nodes; arguments as
+    of `fused_layer`.
+    """
+    fused = _fused(placed, fuses_attention, True)
+    return fused.whole, fused.layer.graph
 
 
 def rerunning_graph(

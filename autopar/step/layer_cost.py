@@ -35,10 +35,12 @@ from autopar.step.overlap_estimate import ComputingRuns, runs_concurrently
 from autopar.step.parameter_costs import brought_s, gradient_sums_s, memory_cost
 from autopar.step.piece_seconds import hidden_s
 from autopar.step.prices import CollectiveCall, PricedCollective, Prices, priced, reshard_calls, run_s
+from autopar.step.rerun_forward import NOTHING, LeftOut, left_out
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
+    "are_rerun",
     "computing_runs",
     "computing_seconds",
     "is_layer_rerun",
@@ -89,6 +91,7 @@ def running_collectives(
     With `prices` they say how many of their seconds overlap with compute.
     """
     reruns = is_layer_rerun(placed.recompute, training) if reruns is None else reruns
+    out = _left_out(placed, training) if reruns else NOTHING
     local = local_program(placed)
     for each in local.instructions:
         if isinstance(each, InPieces):
@@ -98,7 +101,8 @@ def running_collectives(
         for single in each.singles if isinstance(each, InParts) else (each,):
             if isinstance(single, Reshard):
                 value = local.values[single.target].value
-                yield from _reshard_collectives(placed, single, value, training, reruns=reruns)
+                again = reruns and single.target not in out.moved
+                yield from _reshard_collectives(placed, single, value, training, reruns=again)
             elif isinstance(single, RunOp):
                 own = pauses if isinstance(each, InParts) and single is each.run else ()
                 yield from _kernel_collectives(placed, single, own, training, prices, reruns=reruns)
@@ -244,7 +248,7 @@ def running_costs(
     costs: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
     for how, memory in running_memory(placed, hows, training).items():
-        rerun = zip(_are_rerun(placed, how, training), forward_s, strict=True)
+        rerun = zip(are_rerun(placed, how, training), forward_s, strict=True)
         recompute_s = sum(seconds for is_again, seconds in rerun if is_again)
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         copies_s = count * offload_s(memory, prices)
@@ -346,9 +350,8 @@ def computing_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpe
     """
     own = own_training(placed.program, placed.layer, training)
     times = op_seconds(placed, prices, training)
-    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
-        runs = 2 if is_rerun(op, state, placed.recompute, own) else 1
-        yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)
+    for is_again, time in zip(are_rerun(placed, placed.recompute, own), times, strict=True):
+        yield time.source, placed.view.num_microbatches * ((1 + is_again) * time.forward_s + time.backward_s)
 
 
 def weight_share(program: Program, op: Op) -> float:
@@ -364,7 +367,7 @@ def weight_share(program: Program, op: Op) -> float:
 
 
 def is_rerun(op: Op, state: OpState, recompute: str, training: TrainingSpec) -> bool:
-    """Whether backward computes the op again; a compiler chooses by itself, unless the ops are named."""
+    """Whether backward computes the op again, `left_out` apart; a compiler chooses by itself, unless ops are named."""
     return _reruns_any(recompute, training) and activation_policy(recompute).is_rerun(op, has_kernel=state.has_kernel)
 
 
@@ -373,17 +376,22 @@ def _reruns_any(recompute: str, training: TrainingSpec) -> bool:
     return training.is_training and training.reruns and not is_left
 
 
-def _are_rerun(placed: PlacedLayer, recompute: str, training: TrainingSpec) -> list[bool]:
-    """`is_rerun` of every op."""
+def are_rerun(placed: PlacedLayer, recompute: str, training: TrainingSpec) -> list[bool]:
+    """`is_rerun` of every op; without those that a compiled layer leaves out when its forward runs again."""
     policy = activation_policy(recompute)
     if not _reruns_any(recompute, training) or (policy.reruns is None and not policy.keeps_inputs_only):
         return [False] * len(placed.states)
-    ops = zip(placed.layer.ops, placed.states, strict=True)
-    return [policy.is_rerun(op, has_kernel=state.has_kernel) for op, state in ops]
+    out = _left_out(placed, training).ops if policy.keeps_inputs_only else frozenset[int]()
+    ops = enumerate(zip(placed.layer.ops, placed.states, strict=True))
+    return [index not in out and policy.is_rerun(op, has_kernel=state.has_kernel) for index, (op, state) in ops]
+
+
+def _left_out(placed: PlacedLayer, training: TrainingSpec) -> LeftOut:
+    return left_out(placed, fuses_attention=training.fuses_attention) if training.compiled else NOTHING
 
 
 def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:
-    """Whether backward runs the layer's whole forward again, collectives included."""
+    """Whether backward runs the layer's forward again, collectives included, but for `left_out`."""
     return training.is_training and training.reruns and activation_policy(recompute).keeps_inputs_only
 
 

@@ -15,7 +15,7 @@ from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.activation_policies import activation_policy
-from autopar.step.layer_cost import is_rerun, offload_s, running_collectives, stored_collectives, weight_share
+from autopar.step.layer_cost import are_rerun, offload_s, running_collectives, stored_collectives, weight_share
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.op_seconds import op_seconds
@@ -185,9 +185,10 @@ def _op_seconds(
     back_s: list[float] = []
     weight_s: list[float] = []
     times = op_seconds(placed, prices, training)
-    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
+    again = are_rerun(placed, placed.recompute, training)
+    for op, is_again, time in zip(placed.layer.ops, again, times, strict=True):
         ahead_s.append(time.forward_s)
-        rerun_s.append(time.forward_s if is_rerun(op, state, placed.recompute, training) else 0.0)
+        rerun_s.append(time.forward_s if is_again else 0.0)
         back_s.append(time.backward_s)
         weight_s.append(time.backward_s * weight_share(placed.program, op))
     return ahead_s, rerun_s, back_s, weight_s

@@ -25,6 +25,7 @@ from autopar.search.pipeline.pipeline_constraints import pipeline_demands
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStageSearch
 from autopar.step.logits import in_pieces
 from tests.models import make_llama
 
@@ -135,6 +136,42 @@ def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: py
     assert not search_plan(False, search, program(), prices(), SearchRequest(), 2).compiled
 
 
+def test_where_whole_logits_take_much_memory_pieces_are_searched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+    found: list[Plan] = []
+
+    def find(own: Program, request: SearchRequest) -> Plan:
+        asked.append((own.piece_tokens, request.rival_s))
+        found.append(search(own, 2, prices(), request))
+        return found[-1]
+
+    monkeypatch.setattr(logits, "logits_bytes", lambda _: prices().memory_bytes)
+    plan = search_plan(False, find, program(), prices(), SearchRequest(), 2)
+    assert asked == [(logits.PIECE_TOKENS, math.inf), (0, pytest.approx(1.02 * preferred_s(found[0])))]
+    assert plan.decisions == found[1].decisions  # of a small model they take no longer
+
+    def slow(own: Program, request: SearchRequest) -> Plan:
+        made = find(own, request)
+        slower = replace(made.prediction, step_time_s=1.1 * found[0].step_time_s)
+        return made if own.piece_tokens else replace(made, prediction=slower)
+
+    assert search_plan(False, slow, program(), prices(), SearchRequest(), 2).decisions.piece_tokens
+
+
+@pytest.mark.parametrize(("piece_tokens", "flat_s", "begins"), [(0, 1.1, False), (0, 1.03, True), (64, 1.1, True)])
+def test_plans_without_stages_that_were_far_too_slow_are_not_searched_again(
+    monkeypatch: pytest.MonkeyPatch, piece_tokens: int, flat_s: float, begins: bool
+) -> None:
+    """Nor of eager layers; logits in pieces may make them faster."""
+    begun: list[bool] = []
+    begin = SingleStageSearch.begin
+    monkeypatch.setattr(SingleStageSearch, "begin", lambda self: begun.append(True) or begin(self))
+    request = SearchRequest(schedules=schedule_actions, rival_s=1.0)
+    request.known.flat_s = flat_s
+    search(in_pieces(program(), piece_tokens), 2, prices(), request)
+    assert bool(begun) == begins
+
+
 @pytest.mark.slow
 def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_finds_alone(
     monkeypatch: pytest.MonkeyPatch,
@@ -180,14 +217,19 @@ def test_other_demands_on_activations_and_storage_share_problems_and_costs(monke
         assert shared.prediction == alone.prediction
 
 
-@pytest.mark.parametrize(("piece_tokens", "expected"), [(0, [(2, 8)]), (64, [(2, 8), (4, 8), (4, 16), (8, 16)])])
+@pytest.mark.parametrize(
+    ("known_tokens", "piece_tokens", "expected"),
+    [(0, 0, [(2, 8)]), (0, 64, [(2, 8), (4, 8), (4, 16), (8, 16)]), (64, 64, [(2, 8)]), (64, 0, [(2, 8)])],
+)
 def test_numbers_that_are_slow_with_logits_in_pieces_are_no_reason_to_try_no_others(
-    piece_tokens: int, expected: list[tuple[int, int]]
+    known_tokens: int, piece_tokens: int, expected: list[tuple[int, int]]
 ) -> None:
-    """Whole logits may have left no room for others; a search of the same program with eager layers ends there."""
+    """Whole logits may have left no room for others; a search of the same program with eager layers ends there, and one
+    with whole logits behind one with pieces.
+    """
     own = replace(program(), piece_tokens=piece_tokens)
     request, nothing = SearchRequest(schedules=schedule_actions), parse_constraints((), 8)
-    request.known.numbers = (2, 8)
+    request.known.numbers, request.known.piece_tokens = (2, 8), known_tokens
     context = SearchContext(own, 8, prices(), request, nothing, demands_on(own, nothing))
     demands = pipeline_demands(nothing, own, 8, is_training=True)
     pipelines = PipelineSearch(context, schedule_actions, demands, math.inf, _enough_s=5.0)

@@ -160,7 +160,11 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         plain = least_compute(replace(context, demands=(LayerDemands(),) * len(demands)), count, assignment.factors)
         assert any(context.run_again) == bool(recompute)
         for costs, own, again in zip(tables.layers, plain.layers, context.run_again, strict=True):
-            assert costs.backward_s[0] == pytest.approx(own.backward_s[0] + again * own.forward_s[0])
+            again_s = costs.backward_s[0] - own.backward_s[0]
+            if again and compiled:  # what backward does not read is left out
+                assert 0 < again_s <= own.forward_s[0] * (1 + 1e-9)
+            else:
+                assert again_s == pytest.approx(bool(again) * own.forward_s[0], abs=1e-12)
 
 
 def test_no_candidates_beat_what_rules_them_out_before_they_are_made() -> None:

@@ -23,7 +23,13 @@ FAMILY = re.compile(rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ',
 # Where private interfaces of torch may be used: one place for each stage that needs them.
 COMPAT = {
     PACKAGE / name
-    for name in ("trace/torch_internals.py", "trace/torch_recording.py", "trace/flex_attention.py", "lower/compat.py")
+    for name in (
+        "trace/torch_internals.py",
+        "trace/torch_recording.py",
+        "trace/flex_attention.py",
+        "lower/compat.py",
+        "lower/compiler.py",
+    )
 }
 
 

@@ -8,12 +8,17 @@ their forward.  Those cut a program into pieces.
 What is compiled has a gradient for each of its differentiable outputs, zeros where none came.  So outputs that only the
 model's caller reads, as logits beside a loss, leave it without: should the caller's loss depend on one, the program
 runs once more, uncompiled, in the backward (`_CallerOutputs`).
+
+Where a forward runs again in backward (``recompute=full``), nobody reads what it puts out (`SavingOnly`).  A program
+that is compiled in one go then leaves out what leads to nothing that backward reads, as the last product of a block
+and its collective: `autopar.step.rerun_forward` has the same rule for prices.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function, edge_of, gradients_of
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import compile_graph, run_again_in_backward, split_graph
+from autopar.lower.compiler import compile_graph, run_again_in_backward, split_graph
 from autopar.lower.kernels import APART, KERNELS
 from autopar.lower.program.layer_ops import (
     LayerContext,
@@ -41,9 +46,25 @@ from autopar.lower.program.layer_ops import (
 )
 from autopar.lower.program.layer_program import LayerProgram
 from autopar.ops import family_of
-from autopar.step.activation_policies import rerun_ops
+from autopar.step.activation_policies import activation_policy, rerun_ops
 
-__all__ = ["compile_program"]
+__all__ = ["SavingOnly", "compile_program"]
+
+_SAVES_ONLY = ContextVar("saves_only", default=False)
+
+
+class SavingOnly:
+    """A context, to be entered any number of times, in which programs run for what they save for backward alone: nobody
+    reads what they put out.
+    """
+
+    def __enter__(self) -> None:
+        """See the class."""
+        self._token = _SAVES_ONLY.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        """See the class."""
+        _SAVES_ONLY.reset(self._token)
 
 
 def compile_program(program: LayerProgram, communicator: Communicator) -> Callable[..., Any]:
@@ -57,11 +78,18 @@ def compile_program(program: LayerProgram, communicator: Communicator) -> Callab
         run_again_in_backward(node for node in module.graph.nodes if node.name in program.rerun)
     pieces = _pieces(module.graph)
     parts = split_graph(module, lambda node: pieces[node])
+    # A special kernel may have collectives that its results do not lead to: they run in every forward.
+    leaves_out = not any(pieces.values()) and not any(node.target is run_kernel for node in pieces)
     for name, part in list(parts.named_children()):
         assert isinstance(part, fx.GraphModule)
         if not any(_stays_outside(node) for node in part.graph.nodes):
-            setattr(parts, name, _Piece(part, communicator))
+            setattr(parts, name, _Piece(part, communicator, leaves_out=leaves_out and _runs_again(program)))
     return partial(_run, program.module.forward, parts.forward, program.unread) if program.unread else parts.forward
+
+
+def _runs_again(program: LayerProgram) -> bool:
+    """Whether its whole forward runs again in backward."""
+    return activation_policy(program.strategy.recompute).keeps_inputs_only
 
 
 def _detaching(module: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:
@@ -171,11 +199,14 @@ def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 class _Piece(nn.Module):
-    """A part of a layer program, with a compiled twin for every way in which its arguments lie."""
+    """A part of a layer program, with a compiled twin for every way in which its arguments lie; with `leaves_out`, also
+    one that runs for what it saves alone.
+    """
 
-    def __init__(self, part: fx.GraphModule, communicator: Communicator) -> None:
+    def __init__(self, part: fx.GraphModule, communicator: Communicator, *, leaves_out: bool = False) -> None:
         super().__init__()
         self._part = part
+        self._saves_only = _SAVES_ONLY.get if leaves_out else None
         self._communicator = communicator
         names = [node.name for node in part.graph.nodes if node.op == "placeholder"]
         self._context = names.index("context") if "context" in names else None
@@ -205,4 +236,4 @@ class _Piece(nn.Module):
             run: tuple[Collective, ...] = traced.collectives_in(graph)
             return lambda: self._communicator.note(run)
 
-        return compile_graph(twin, tensors, noting)
+        return compile_graph(twin, tensors, noting, self._saves_only)

@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.lower.autograd import run_twice
 from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.kernels.random import RandomState
-from autopar.lower.program.compiled import compile_program
+from autopar.lower.program.compiled import SavingOnly, compile_program
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
 from autopar.lower.program.recompute import keeping_program, run_keeping_less
@@ -89,7 +89,7 @@ class SingleLayer:
         """The outputs, with what backward needs."""
         module, state, context = self._program.module, self._state, self._context
         if self._reruns:
-            return run_twice(lambda *inputs: module(*inputs, *state, context), self._inputs)
+            return run_twice(lambda *inputs: module(*inputs, *state, context), self._inputs, SavingOnly)
         if self._keeping is not None:
             return run_keeping_less(self._program, self._keeping, self._inputs, state, context)
         return module(*self._inputs, *state, context)

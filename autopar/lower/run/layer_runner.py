@@ -14,6 +14,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import COLLECTIVE_KINDS
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
+from autopar.lower.program.compiled import SavingOnly
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
 from autopar.lower.program.offloading import OffloadedTensors
@@ -102,11 +103,10 @@ class LayerRunner:
         def run(*inputs: Tensor) -> Sequence[Tensor]:
             return self.program.module(*inputs, *self._layer_state(parameters.differentiable(), others), context)
 
-        # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
-        # priced.
+        # Random ops draw from seeds of their own.
         if offloaded is None:
-            return run_twice(run, inputs)
-        return offloaded.take_from(lambda: run_twice(run, inputs))
+            return run_twice(run, inputs, SavingOnly)
+        return offloaded.take_from(lambda: run_twice(run, inputs, SavingOnly))
 
     def _others(self, communicator: Communicator) -> dict[int, Tensor]:
         """The constants and buffers by position in the layer's state, as they are now.

@@ -61,16 +61,17 @@ def _space(context: SearchContext) -> int:
     return context.demands[0].space
 
 
-def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer, runs_again: bool) -> LayerCosts:
+def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer, again: frozenset[int]) -> LayerCosts:
     allowed = only_space(layer, _space(context))
     problems = [LayerProblem(settings, layer, mesh, allowed) for mesh in context.meshes]
-    forward_s = backward_s = weight_s = 0.0
+    forward_s = backward_s = weight_s = again_s = 0.0
     for index, op in enumerate(layer.ops):
         ahead_s, back_s = np.min([*_op_seconds(context, problems, index)], axis=0)
         forward_s += float(ahead_s)
         backward_s += float(back_s)
         weight_s += float(back_s) * weight_share(context.program, op)
-    backward_s += runs_again * forward_s
+        again_s += float(ahead_s) * (index in again)
+    backward_s += again_s
     nothing, only = np.zeros(2), np.zeros(2, dtype=np.intp)
     return LayerCosts(
         forward_s=np.full(2, forward_s), backward_s=np.full(2, backward_s), weight_s=np.array([0.0, weight_s]),

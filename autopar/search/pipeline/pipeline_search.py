@@ -123,9 +123,10 @@ class PipelineSearch:
         groups, count = known.numbers
         is_known = count in counts.get(groups, ())
         if is_known and attempt(groups, count) >= self._enough_s:
-            if known.piece_tokens == self.context.program.piece_tokens:
+            if known.piece_tokens or not self.context.program.piece_tokens:
                 return  # what was the best before is no match for what is known by now
-            # Whole logits may have left no room for any other numbers, of which nothing is known then.
+            # Whole logits may have left no room for any other numbers, of which nothing is known then; pieces leave
+            # room for all numbers that whole logits do.
             is_known, known.numbers, known.inner_sizes = False, (0, 0), frozenset()
         if not is_known:
             groups = ordered[len(ordered) // 2]
@@ -233,7 +234,7 @@ def _ideal_layers(context: SearchContext) -> Array:
     more microbatches makes nothing faster.
     """
     forward_s, backward_s = context.ideal_layers_s
-    return np.stack([forward_s, forward_s * (1 + np.array(context.run_again)) + backward_s])
+    return np.stack([forward_s, forward_s + context.ideal_again_s + backward_s])
 
 
 def _least_layers(context: SearchContext, count: int) -> Array:
