@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import call_planner, trace_model
-from autopar.errors import AutoparError, OutputError
+from autopar.errors import AutoparError, OutputError, PlanMismatchError
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.parallel_module import ParallelModule
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.search import SearchRequest
+from autopar.step.plan_check import check_fit
 from tests.lower.runs import build
 from tests.zoo import quick, quick_search
 
@@ -141,3 +142,35 @@ def test_other_random_numbers_are_told(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING, "autopar"):
         on_ranks(PLANS[1], rank, dropout=0.5)
     assert sum("draws other random numbers" in record.message for record in caplog.records) == 1
+
+
+class Losses(Net):
+    """As a detector returns them: none is the sum."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x, y)
+        return {"loss_class": out["loss"], "loss_size": out["size"]}
+
+
+def test_several_losses_are_the_callers_to_add_up() -> None:
+    """Backward begins with the sum in the first step already, in stages and microbatches as well."""
+    torch.manual_seed(0)
+    model = Losses().double().train()
+    inputs = {"x": torch.randn(8, 8).double(), "y": torch.randint(0, 4, (8,))}
+    traced = trace_model(copy.deepcopy(model), inputs)
+    request = SearchRequest(constraints=quick(("pipeline=2", "microbatches=4")), schedules=schedule_actions)
+    plan = quick_search(traced.program, 2, request)
+    assert (plan.schedule, plan.num_microbatches) == ("gpipe", 4)
+    early = plan.with_decisions(schedule="1f1b")
+    with pytest.raises(PlanMismatchError, match="1f1b begins backward passes before all forward passes have ended"):
+        check_fit(early, traced.program, 2)
+
+    def rank(communicator: Any) -> None:
+        parallel, single = build(model, traced, plan, communicator).train(), copy.deepcopy(model)
+        for each in (parallel, single):
+            sum(weight * loss for weight, loss in zip((1, 3), each(**inputs).values(), strict=True)).backward()
+        for name, p in single.named_parameters():
+            gradient = parallel.get_parameter(name).grad
+            torch.testing.assert_close(gradient.full_tensor(), p.grad, rtol=1e-12, atol=1e-12)
+
+    simulate(2, rank)
