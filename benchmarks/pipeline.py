@@ -69,12 +69,18 @@ class Case:
 
     @property
     def closed_form(self) -> float | None:
-        """The bubble fraction of the papers, of even stages whose F, I and W take equally long."""
+        """The bubble fraction of the papers, of even stages whose F, I and W take equally long.
+
+        Where a V runs all forwards first, its second stages wait for the last group like its first ones for the first:
+        that is GPipe's, of stages twice as long.
+        """
+        record = find_schedule(self.schedule)
         rounds, fill = self.num_stages // self.num_groups, self.num_groups - 1
         if not self.is_even:
             return None
+        fill *= rounds if record.is_v_shaped and record.forwards_first else 1
         # the fill is one F and B; of the zero-bubble schedules one F
-        units = rounds * self.num_microbatches * (3 if find_schedule(self.schedule).splits_backward else 1)
+        units = rounds * self.num_microbatches * (3 if record.splits_backward else 1)
         return fill / (units + fill)
 
 
