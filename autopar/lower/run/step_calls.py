@@ -31,17 +31,18 @@ class StepCalls(SubmoduleCalls):
     ) -> list[Tensor | None]:
         """The outputs in order; `seed` of what is random: by default the next one."""
         calls, autocast = self._communicator.calls, torch.autocast(self._communicator.device.type, enabled=False)
-        if seed is None:
-            seed = agree_base_seed(self._communicator) if executor.is_random else 0
         with nullcontext() if calls is None else calls.failing(), autocast if call.autocast else nullcontext():
+            if seed is None:
+                seed = agree_base_seed(self._communicator) if executor.is_random else 0
             again = None
             if self._executors.can_plan and self.whole_outputs is not False and runs_again(executor):
                 versions = partial(parameter_versions, self._store, self._own_part)
                 again = SecondRun(executor, tensors, versions, partial(self._run_again, executor, call, seed))
+            is_later = self._prepare_outputs(executor, call)
             executor.begin_step()
             step = run_step(executor, executor.take_parts(tensors), seed, again)
             executor.update_buffers(step.values)
-            return self._outputs(executor, step, call)
+            return self._outputs(executor, step, call, is_later=is_later)
 
     def _run_again(
         self, executor: Executor, call: StepCall, seed: int, tensors: Sequence[Tensor]
@@ -54,12 +55,16 @@ class StepCalls(SubmoduleCalls):
         names = executor.executable.program.inputs
         return self._compute(made, same_tensors(names, tensors, own), call, seed)
 
-    def _outputs(self, executor: Executor, step: StepResults, call: StepCall) -> list[Tensor | None]:
-        executable = executor.executable
-        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
-        cuts = executable.cuts(call.args, call.kwargs)
+    def _prepare_outputs(self, executor: Executor, call: StepCall) -> bool:
+        """Say, before a step joins what its microbatches give, what the caller wants; whether that is read later."""
+        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executor.executable))
         executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
-        executor.outputs.cut = frozenset(cuts)
+        executor.outputs.cut = frozenset(executor.executable.cuts(call.args, call.kwargs))
+        return is_later
+
+    def _outputs(self, executor: Executor, step: StepResults, call: StepCall, *, is_later: bool) -> list[Tensor | None]:
+        executable = executor.executable
+        cuts = executable.cuts(call.args, call.kwargs)
         one = f"{'a' if self.training else 'an'} {call.kind.replace(' {}', '', 1)}"
         read = partial(self._read_output, one)
         outputs = caller_outputs(executor, step.values, read, is_later=is_later)
