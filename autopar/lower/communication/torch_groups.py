@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import socket
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -113,15 +115,31 @@ def open_group(ranks: Sequence[int], *, keeps_order: bool = False, backend: str 
         MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
     """
     ranks = list(ranks)
-    timeout = world_timeout()
     if not keeps_order or ranks == sorted(ranks):
-        return _dist.new_group(sorted(ranks), timeout, backend, use_local_synchronization=True)
+        return _open_named(sorted(ranks), backend)
     if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
         raise MeshError(
             f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
             "order the devices of the mesh so that ranks ascend along every axis"
         )
-    return _dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
+    return _open_named(ranks, backend, sort_ranks=False)
+
+
+def _open_named(ranks: list[int], backend: str | None, **options: bool) -> dist.ProcessGroup:
+    """A group whose name counts the groups of these ranks only.
+
+    torch's own name counts all groups of a process (`_hash_ranks_to_str`): where one rank has a group more, of itself
+    alone or of the script's, the others would wait for ever.
+    """
+
+    def give_name(*_: Any, **__: Any) -> str:
+        return name
+
+    key = "_".join(map(str, ranks))
+    count = _dist.distributed_c10d._get_default_store().add(f"autopar/group/{key}/{dist.get_rank()}", 1)
+    name = hashlib.sha1(f"autopar {key} {count}".encode(), usedforsecurity=False).hexdigest()
+    with patch.object(_dist.distributed_c10d, "_process_group_name", give_name):
+        return _dist.new_group(ranks, world_timeout(), backend, use_local_synchronization=True, **options)
 
 
 def open_store(ranks: tuple[int, ...]) -> Any:
