@@ -23,8 +23,8 @@ def rows(name: str) -> list[gpu.Outcome]:
 @pytest.mark.parametrize(("case", "within"), [
     ("8b compiled recompute=none", 0.08), ("8b eager recompute=none", 0.08),
     pytest.param("8b compiled recompute=full", 0.06, marks=pytest.mark.skip(
-        reason="measured when a compiled layer ran its whole forward again; now it leaves out what backward doesn't read, "
-        "in runs and in prices (docs/decisions.md, bt), and that was not measured yet"
+        reason="measured when a compiled layer ran its whole forward again; now it leaves out what backward does not "
+        "read, in runs and in prices (docs/decisions.md, bt), which was not measured yet"
     )),
 ])  # fmt: skip
 def test_a_measured_step_is_predicted(case: str, within: float) -> None:
