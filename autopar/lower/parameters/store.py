@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ModelError, PlanMismatchError
+from autopar.lower.autograd import version_of
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
@@ -21,6 +23,7 @@ from autopar.lower.compat import (
     make_dtensor,
     make_mesh,
     module_tables,
+    native_functions,
     renamed_mesh,
     to_torch_placements,
 )
@@ -81,6 +84,19 @@ class ParameterStore:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
         path, _, last = name.rpartition(".")
         return module_tables(self.module.get_submodule(path)).parameters, last
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written to; on each rank all, as that of another stage may be read.
+
+        An optimizer that writes to a DTensor counts at that, and what writes to its local part counts there.
+        """
+        parts = [part for table, last in self._slots if (part := table[last]) is not None]
+        with native_functions():  # an attribute of a DTensor is looked up in Python otherwise, 50 times as slowly
+            return [version_of(x) for part in parts for x in (part, local_part_of(part))]
+
+    @cached_property
+    def _slots(self) -> list[tuple[dict[str, nn.Parameter | None], str]]:
+        return [self.slot(name) for name in self.stored]
 
     def buffer(self, name: str) -> Tensor:
         """The buffer as it is registered now."""

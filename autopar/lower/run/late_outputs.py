@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from autopar.errors import OutputError
-from autopar.lower.autograd import refuse_gradient, version_of
+from autopar.lower.autograd import refuse_gradient
 from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import local_part_of
 from autopar.lower.kernels import run_ops
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.program import LateOutput
 
-__all__ = ["LateReader", "parameter_versions", "with_late_outputs"]
+__all__ = ["LateReader", "with_late_outputs"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,12 @@ class LateReader:
         read: ``(name, check, compute)`` -> ``compute()``, when all ranks have come to read the output of that name, and
             ``check()`` raises on none.
         whole: a parameter by its name in the module, whole; all ranks call it.
-        part: this rank's part of it, None if it has none.
         with_gradient: ``(place, output)`` -> the output, with a gradient (`autopar.lower.run.run_step.StepResults`);
             None: there is none to be had.
     """
 
     read: Callable[[str, Callable[[], None], Callable[[], Tensor]], Tensor]
     whole: Callable[[str], Tensor]
-    part: Callable[[str], Tensor | None]
     with_gradient: Callable[[int, Tensor], Tensor] | None = None
 
 
@@ -57,11 +54,11 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
     given = late.ops[0].operands[0]
     names = tuple(dict.fromkeys(n for op in late.ops for n in op.operands if n not in made and n != given))
     members = {name: program.parameters[name] for name in names}
-    versions = parameter_versions(store, reader.part)
+    versions = store.versions()
     is_recorded = torch.is_grad_enabled() and value.requires_grad
 
     def check() -> None:
-        if versions != parameter_versions(store, reader.part):
+        if versions != store.versions():
             raise OutputError(
                 f"output {late.result!r} is computed when it is read (this plan makes logits in pieces of "
                 f"{program.piece_tokens} tokens), but parameters have changed since the call that returned it: read it "
@@ -99,13 +96,3 @@ def _no_gradient(name: str) -> OutputError:
         "pieces of tokens, forward and backward together, and ranks pass their own rows. Compute that loss in the "
         "model's forward"
     )
-
-
-def parameter_versions(store: ParameterStore, part_of: Callable[[str], Tensor | None]) -> list[int]:
-    """How often each parameter of this rank, as `part_of` gives it by name, has been written to: that of another stage
-    may be the one that is read.
-
-    An optimizer that writes to a DTensor counts at that, and what writes to its local part counts there.
-    """
-    parts = (part_of(name) for name in store.stored)
-    return [version_of(x) for part in parts if part is not None for x in (part, local_part_of(part))]

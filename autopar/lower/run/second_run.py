@@ -64,7 +64,6 @@ class SecondRun:
         self,
         executor: Executor,
         tensors: Sequence[Tensor],
-        versions: Callable[[], Sequence[int]],
         run: Callable[[Sequence[Tensor]], list[Tensor | None]],
     ) -> None:
         """It is about to run for the first time.
@@ -72,14 +71,13 @@ class SecondRun:
         Args:
             executor: of the first run.
             tensors: its inputs.
-            versions: of all parameters of this rank.
             run: runs the step by another plan on those of these inputs that are its own, and gives its outputs.
         """
         self._store = executor.store
         self._program = executor.executable.program
         self._is_told = executor.communicator.rank == 0 and executor.is_random
         self._tensors = tensors
-        self._versions, self._version = versions, versions()
+        self._versions = executor.store.versions()
         self._run = run
         self._buffers = _buffers(executor.store, self._program)
 
@@ -90,7 +88,7 @@ class SecondRun:
             OutputError: parameters have changed since.
             AutoparError: no plan whose backward begins with the caller's loss fits in memory.
         """
-        if self._versions() != self._version:
+        if self._store.versions() != self._versions:
             names = ", ".join(self._program.outputs[place] for place in sorted(given))
             raise OutputError(
                 f"a loss is computed from the outputs {names}, but parameters have changed since the call that "

@@ -13,7 +13,7 @@ from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, differentiable_outputs, do_outputs_fit
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.late_outputs import LateReader, parameter_versions, with_late_outputs
+from autopar.lower.run.late_outputs import LateReader, with_late_outputs
 from autopar.lower.run.run_step import StepResults, run_step
 from autopar.lower.run.second_run import SecondRun, StepCall, runs_again, same_tensors
 from autopar.lower.run.submodule_calls import SubmoduleCalls
@@ -36,8 +36,7 @@ class StepCalls(SubmoduleCalls):
                 seed = agree_base_seed(self._communicator) if executor.is_random else 0
             again = None
             if self._executors.can_plan and self.whole_outputs is not False and runs_again(executor):
-                versions = partial(parameter_versions, self._store, self._own_part)
-                again = SecondRun(executor, tensors, versions, partial(self._run_again, executor, call, seed))
+                again = SecondRun(executor, tensors, partial(self._run_again, executor, call, seed))
             is_later = self._prepare_outputs(executor, call)
             executor.begin_step()
             step = run_step(executor, executor.take_parts(tensors), seed, again)
@@ -79,7 +78,6 @@ class StepCalls(SubmoduleCalls):
             reader = LateReader(
                 lambda name, check, compute: read(name, compute, check),
                 lambda name: self._whole(name, self._own_part(name)),
-                self._own_part,
                 None if is_local else step.with_gradient,
             )
             outputs = with_late_outputs(executor, outputs, self._store, reader)
