@@ -232,11 +232,12 @@ def _carried(graph: Graph, values: Mapping[str, Value], inputs: Structure, outpu
 
 def _refuse_cache(outputs: Structure) -> None:
     """Raise OutputError if a requested cache would be None."""
-    if any(isinstance(end, Dropped) and end.path[-1:] == ("past_key_values",) for end in walk(outputs)):
-        raise OutputError(
-            "use_cache=True asks for past_key_values, which can't be carried out of a parallel program: leave it out, "
-            "and pass the whole text in each call, as generate() does"
-        )
+    for end in walk(outputs):
+        if isinstance(end, Dropped) and end.path[-1:] in (("past_key_values",), ("cache",)):  # before, since 5.24
+            raise OutputError(
+                f"use_cache=True asks for {end.path[-1]}, which can't be carried out of a parallel program: leave it "
+                "out, and pass the whole text in each call, as generate() does"
+            )
 
 
 def _dropped_notes(outputs: Structure) -> list[str]:

@@ -126,7 +126,7 @@ def _unused_masks() -> Generator[None]:
 
 def _can_be_left_out(arguments: Mapping[str, Any]) -> bool:
     """Whether a call of ``create_causal_mask`` with these makes no mask if nothing is padded or packed."""
-    extra = ("or_mask_function", "and_mask_function", "block_sequence_ids", "past_key_values")
+    extra = ("or_mask_function", "and_mask_function", "block_sequence_ids", "past_key_values", "cache")
     is_causal = getattr(arguments.get("config"), "is_causal", True)
     is_plain = all(arguments.get(name) is None for name in extra)
     return is_causal and is_plain and arguments.get("allow_is_causal_skip", True)
