@@ -59,7 +59,7 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     root = _root(self)
     needs_cache = () if getattr(self.config, "is_encoder_decoder", False) else ("inputs_embeds",)
     unsupported = [
-        name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None
+        name for name in (*needs_cache, "past_key_values", "cache", "assistant_model") if kwargs.get(name) is not None
     ]
     if unsupported:
         raise ModelError(
@@ -104,7 +104,8 @@ def _prepare_cache(kind: Any, self: Any, generation_config: Any, model_kwargs: d
     why_not = _why_no_cache(self, root, generation_config, inspect.signature(kind.forward).parameters)
     root.__dict__["_has_cache"] = not why_not
     if not why_not:
-        model_kwargs["past_key_values"] = GrowingText(generation_config.max_length)
+        name = _cache_name(kind)
+        model_kwargs[name] = GrowingText(generation_config.max_length, name)
         return
     generation_config.use_cache = False
     if not getattr(root, "_said_no_cache", False):
@@ -119,7 +120,7 @@ def _prepare(kind: Any, self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What the original makes of a text for `forward`, padded."""
     made = kind.prepare_inputs_for_generation(self, *args, **kwargs)
     names = inspect.signature(kind.forward).parameters
-    text = made.get("past_key_values")
+    text = made.get(_cache_name(kind))
     if isinstance(text, GrowingText):
         return text.prepare(made, self.config, names)
     self.__dict__["_text_length"] = 0
@@ -133,13 +134,19 @@ def _update(
     kind: Any, self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """The original's, which sees what forward gives before any other: that of padding on the right is cut off."""
-    text = model_kwargs.get("past_key_values")
+    name = _cache_name(kind)
+    text = model_kwargs.get(name)
     if isinstance(text, GrowingText):
-        text.cache, outputs.past_key_values = outputs.past_key_values, text
+        text.cache, outputs[name] = outputs[name], text
         text.cache.rows = None  # has taken effect
     elif self.__dict__["_text_length"]:
         outputs.logits = outputs.logits[:, : self.__dict__["_text_length"]]
     return kind._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+
+
+def _cache_name(kind: Any) -> str:
+    """What transformers calls keys and values of a text, as an argument and an output: since 5.24 `cache`."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def _root(module: Any) -> Any:

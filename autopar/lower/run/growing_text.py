@@ -20,14 +20,16 @@ _LENGTH_STEP = 64
 class GrowingText:
     """A text that grows: its cache, and where its tokens are in it."""
 
-    def __init__(self, max_length: int) -> None:
-        """Empty, with room for so many tokens."""
+    def __init__(self, max_length: int, name: str) -> None:
+        """Empty, with room for so many tokens; `name` is what forward calls the cache."""
         self.cache = TokenCache()
+        self._name = name
         self._max_length = max_length
         self._padding = 0  # places on the left that hold no token
         self._filled = 0  # and places that are filled, these included
 
     is_compileable = False
+    is_linear = (False,)  # transformers 5.24 asks whether layers keep states in place of keys and values
 
     def get_seq_length(self) -> int:
         """The tokens that need not be passed again."""
@@ -47,7 +49,7 @@ class GrowingText:
         self._filled = inputs["input_ids"].shape[1]
         self._padding = self._filled - length
         self.cache = TokenCache(_capacity(self._padding + self._max_length))
-        return inputs | {"past_key_values": self.cache}
+        return inputs | {self._name: self.cache}
 
     def _step(self, inputs: dict[str, Any]) -> dict[str, Any]:
         ids, mask, cache = inputs["input_ids"], inputs.get("attention_mask"), self.cache
@@ -57,7 +59,7 @@ class GrowingText:
         mask = functional.pad(mask, (self._padding, cache.capacity - self._padding - length))
         cache.position = torch.tensor(self._filled, device=ids.device)
         self._filled += 1
-        return inputs | {"attention_mask": mask, "past_key_values": cache}
+        return inputs | {"attention_mask": mask, self._name: cache}
 
 
 def _capacity(length: int) -> int:
