@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "versions.md"
 # The oldest torch that pyproject.toml allows, those since, and the last transformers of either major version.
 PAIRS = (
-    ("2.11.0", "5.23.0"), ("2.13.0", "4.57.6"), ("2.13.0", "5.23.0"), ("2.14.1", "5.23.0"), ("2.15.0", "5.23.0"),
+    ("2.11.0", "5.23.0"), ("2.13.0", "4.57.6"), ("2.13.0", "5.23.0"), ("2.14.1", "5.23.0"),
+    ("2.14.1", "5.24.0"), ("2.15.0", "5.23.0"),
 )  # fmt: skip
 TESTS = ("tests",)
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "rich", "accelerate", "plotly", "jinja2")

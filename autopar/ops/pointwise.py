@@ -34,14 +34,15 @@ _BY_FORMULA = {
     7: "sinc",
 }
 _BY_FORMULA_OF_TWO = {
-    1: "fmax fmin copysign.Tensor copysign.Scalar clamp_min.Tensor clamp_max.Tensor xlogy.Scalar_Self pow.Scalar",
-    2: "maximum minimum max.other min.other hypot pow.Tensor_Scalar",
-    3: "fmod.Tensor remainder.Tensor xlogy.Tensor polar",
+    1: "copysign.Tensor copysign.Scalar xlogy.Scalar_Self pow.Scalar",
+    2: "hypot pow.Tensor_Scalar",
+    3: "fmod.Tensor remainder.Tensor xlogy.Tensor polar "
+    "fmax fmin clamp_min.Tensor clamp_max.Tensor maximum minimum max.other min.other",  # of torch 2.14; before, 1 or 2
     4: "logaddexp logaddexp2",
     5: "pow.Tensor_Tensor",
     6: "atan2",
 }
-_BY_FORMULA_OF_THREE = {1: "addcmul lerp.Scalar clamp.Tensor clip.Tensor", 3: "lerp.Tensor", 4: "addcdiv"}
+_BY_FORMULA_OF_THREE = {1: "addcmul lerp.Scalar", 3: "lerp.Tensor clamp.Tensor clip.Tensor", 4: "addcdiv"}
 _COMPARE = "eq ne lt le gt ge"
 _BITS = "bitwise_and bitwise_or bitwise_xor"
 
