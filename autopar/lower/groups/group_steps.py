@@ -34,9 +34,8 @@ from autopar.placement import Axis
 
 __all__ = ["GroupSteps"]
 
-_MOST_FORMS = (
-    8  # of calls: with and without each of three optional inputs; each holds a program for every kind of group
-)
+# Of calls: with and without each of three optional inputs; each holds a program for every kind of group.
+_MOST_FORMS = 8
 
 
 class _Row(NamedTuple):

@@ -14,6 +14,7 @@ from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, differentiable_outputs, do_outputs_fit
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.late_outputs import LateReader, with_late_outputs
+from autopar.lower.run.lowering import Cuts
 from autopar.lower.run.run_step import StepResults, run_step
 from autopar.lower.run.second_run import SecondRun, StepCall, runs_again, same_tensors
 from autopar.lower.run.submodule_calls import SubmoduleCalls
@@ -37,11 +38,15 @@ class StepCalls(SubmoduleCalls):
             again = None
             if self._executors.can_plan and self.whole_outputs is not False and runs_again(executor):
                 again = SecondRun(executor, tensors, partial(self._run_again, executor, call, seed))
-            is_later = self._prepare_outputs(executor, call)
+            # Known before a step joins what its microbatches give: what the caller wants of it.
+            is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executor.executable))
+            cuts = executor.executable.cuts(call.args, call.kwargs)
+            executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
+            executor.outputs.cut = frozenset(cuts)
             executor.begin_step()
             step = run_step(executor, executor.take_parts(tensors), seed, again)
             executor.update_buffers(step.values)
-            return self._outputs(executor, step, call, is_later=is_later)
+            return self._outputs(executor, step, call, cuts, is_later=is_later)
 
     def _run_again(
         self, executor: Executor, call: StepCall, seed: int, tensors: Sequence[Tensor]
@@ -54,16 +59,10 @@ class StepCalls(SubmoduleCalls):
         names = executor.executable.program.inputs
         return self._compute(made, same_tensors(names, tensors, own), call, seed)
 
-    def _prepare_outputs(self, executor: Executor, call: StepCall) -> bool:
-        """Say, before a step joins what its microbatches give, what the caller wants; whether that is read later."""
-        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executor.executable))
-        executor.outputs.whole = not is_later if self.whole_outputs is None else self.whole_outputs
-        executor.outputs.cut = frozenset(executor.executable.cuts(call.args, call.kwargs))
-        return is_later
-
-    def _outputs(self, executor: Executor, step: StepResults, call: StepCall, *, is_later: bool) -> list[Tensor | None]:
+    def _outputs(
+        self, executor: Executor, step: StepResults, call: StepCall, cuts: Cuts, *, is_later: bool
+    ) -> list[Tensor | None]:
         executable = executor.executable
-        cuts = executable.cuts(call.args, call.kwargs)
         one = f"{'a' if self.training else 'an'} {call.kind.replace(' {}', '', 1)}"
         read = partial(self._read_output, one)
         outputs = caller_outputs(executor, step.values, read, is_later=is_later)
