@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,22 +42,97 @@ _LIMIT_S = 240  # a case with its compilation takes a minute
 _VOCABULARY = 32000
 
 
-def _sizes(width: int, inner: int, heads: int, key_heads: int, layers: int, **others: int) -> dict[str, Any]:
+def _sizes(width: int, inner: int, heads: int, key_heads: int, layers: int, **others: Any) -> dict[str, Any]:
     return {
         "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
-        "num_key_value_heads": key_heads, "num_hidden_layers": layers, "vocab_size": _VOCABULARY, **others,
+        "num_key_value_heads": key_heads, "num_hidden_layers": layers, "vocab_size": _VOCABULARY,
+        "attn_implementation": "sdpa", "use_cache": False, **others,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of transformers and its batch.
+
+    Args:
+        name: as in transformers: ``<name>Config``.
+        head: what follows the name in the model's class.
+        sizes: arguments of the config.
+        rows: of a batch.
+        length: tokens of a row, or the width of an image.
+        targets: tokens of a row of labels; None: as many as of input.
+    """
+
+    name: str
+    head: str
+    sizes: dict[str, Any]
+    rows: int
+    length: int
+    targets: int | None = None
+
+    @property
+    def takes_images(self) -> bool:
+        """Else tokens."""
+        return self.head == "ForImageClassification"
+
+    def make(self) -> nn.Module:
+        """On the current device, in training mode."""
+        torch.manual_seed(0)
+        longest = {} if self.takes_images or self.name in ("T5", "GPT2") else {"max_position_embeddings": self.length}
+        config = getattr(transformers, f"{self.name}Config")(**longest, **self.sizes)
+        return getattr(transformers, f"{self.name}{self.head}")(config).train()
+
+    def batch(self, device: str) -> dict[str, Tensor]:
+        """The same one in every process."""
+        generator = torch.Generator().manual_seed(0)
+        if self.takes_images:
+            images = torch.randn(self.rows, 3, self.length, self.length, generator=generator)
+            labels = torch.randint(self.sizes["num_labels"], (self.rows,), generator=generator)
+            return {"pixel_values": images.to(device), "labels": labels.to(device)}
+        ids = torch.randint(self.sizes["vocab_size"], (self.rows, self.length), generator=generator).to(device)
+        return {"input_ids": ids, "labels": ids[:, : self.targets].contiguous()}
 
 
 _8B = _sizes(4096, 14336, 32, 8, 4)
 _1B = _sizes(2048, 8192, 32, 8, 8)
 _SMALL = _sizes(768, 2048, 12, 12, 12)
-_EXPERTS = _sizes(2048, 3584, 16, 8, 4, num_local_experts=8, num_experts_per_tok=2)
-_IMAGES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
-           "image_size": 224, "patch_size": 14, "num_labels": 1000}  # fmt: skip
-_MODELS = {"8b": (_8B, 1, 8192), "8b-batch": (_8B, 4, 4096), "8b-long": (_8B, 1, 32768), "1b": (_1B, 8, 2048),
-           "small": (_SMALL, 8, 1024), "experts": (_EXPERTS, 2, 4096), "vit": (_IMAGES, 64, 0)}  # fmt: skip
-"""Name -> sizes of a LLaMA (a Mixtral, a ViT), rows of a batch, tokens of a row."""
+_EXPERTS = _sizes(2048, 3584, 16, 8, 4, num_local_experts=8, num_experts_per_tok=2, experts_implementation="grouped_mm")
+_GPT2 = {"vocab_size": 50257, "n_embd": 1600, "n_layer": 6, "n_head": 25, "n_positions": 1024, "use_cache": False}
+_BERT = _sizes(1024, 4096, 16, 16, 8, vocab_size=30522)
+_T5 = {"vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 6, "num_heads": 16,
+       "feed_forward_proj": "gated-gelu", "use_cache": False, "decoder_start_token_id": 0}  # fmt: skip
+_GEMMA2 = _sizes(2304, 9216, 8, 4, 4, vocab_size=256000, head_dim=256, attn_implementation="eager")
+_QWEN3 = _sizes(2048, 6144, 16, 8, 6, vocab_size=151936, head_dim=128, tie_word_embeddings=True)
+_DEEPSEEK = _sizes(
+    2048, 5632, 16, 16, 4, moe_intermediate_size=1024, n_routed_experts=16, n_group=4, topk_group=2,
+    num_experts_per_tok=4, first_k_dense_replace=1, q_lora_rank=768, kv_lora_rank=512, qk_rope_head_dim=64,
+    qk_nope_head_dim=128, v_head_dim=128, experts_implementation="grouped_mm",
+)  # fmt: skip
+_GPT_OSS = _sizes(
+    1440, 1440, 32, 8, 4, head_dim=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128,
+    attn_implementation="eager", experts_implementation="grouped_mm",
+)  # fmt: skip
+_VIT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+        "image_size": 224, "patch_size": 14, "num_labels": 1000}  # fmt: skip
+_OTHERS = ("gpt2", "bert", "t5", "gemma2", "qwen3", "deepseek", "gpt-oss", "convnext", "resnet")
+_MODELS = {
+    "8b": Model("Llama", "ForCausalLM", _8B, 1, 8192),
+    "8b-batch": Model("Llama", "ForCausalLM", _8B, 4, 4096),
+    "8b-long": Model("Llama", "ForCausalLM", _8B, 1, 32768),
+    "1b": Model("Llama", "ForCausalLM", _1B, 8, 2048),
+    "small": Model("Llama", "ForCausalLM", _SMALL, 8, 1024),
+    "experts": Model("Mixtral", "ForCausalLM", _EXPERTS, 2, 4096),
+    "vit": Model("ViT", "ForImageClassification", _VIT, 64, 224),
+    "gpt2": Model("GPT2", "LMHeadModel", _GPT2, 8, 1024),
+    "bert": Model("Bert", "ForMaskedLM", _BERT, 32, 512),
+    "t5": Model("T5", "ForConditionalGeneration", _T5, 16, 512, targets=128),
+    "gemma2": Model("Gemma2", "ForCausalLM", _GEMMA2, 2, 2048),
+    "qwen3": Model("Qwen3", "ForCausalLM", _QWEN3, 4, 2048),
+    "deepseek": Model("DeepseekV3", "ForCausalLM", _DEEPSEEK, 2, 4096),
+    "gpt-oss": Model("GptOss", "ForCausalLM", _GPT_OSS, 2, 2048),
+    "convnext": Model("ConvNext", "ForImageClassification", {"num_labels": 1000}, 128, 224),
+    "resnet": Model("ResNet", "ForImageClassification", {"num_labels": 1000}, 128, 224),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,6 +175,7 @@ def cases() -> list[Case]:
         Case("experts", kept, True), Case("1b", kept, True), Case("1b", kept, True, by_hand=True),
         Case("8b", kept, False), Case("8b", kept, False, by_hand=True), Case("8b", ("recompute=selective",), False),
         Case("8b", full, False), Case("8b", ("offload=activations",), False), Case("small", kept, True),
+        *(Case(model, kept, compiled) for model in _OTHERS for compiled in (True, False)),
     ]  # fmt: skip
 
 
@@ -137,6 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="h100", help="with --measured: the device of estimates (default h100)")
     parser.add_argument("--kernels", action="store_true", help="keep the kernels of a step that take longest, too")
     parser.add_argument("--workers", type=int, default=2, help="processes that start beside the one that has the GPU")
+    parser.add_argument("--share", action="store_true", help="all of them use the GPU at once: memory only, no seconds")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
@@ -144,7 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print; returns the exit status."""
     if options.case:
-        return _run_case(options.case, options.output, kernels=options.kernels)
+        return _run_case(options.case, options.output, kernels=options.kernels, share=options.share)
     chosen = [case for case in cases() if not options.only or any(text in case.name for text in options.only)]
     if options.measured:
         by_name = {case.name: case for case in chosen}
@@ -158,7 +235,8 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     with ThreadPoolExecutor(options.workers) as pool:
-        outcomes = list(pool.map(partial(_in_process, folder, ["--kernels"] if options.kernels else []), chosen))
+        extra = [f"--{name}" for name in ("kernels", "share") if getattr(options, name)]
+        outcomes = list(pool.map(partial(_in_process, folder, extra), chosen))
     (folder / "steps.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     return _print(outcomes, options)
 
@@ -181,41 +259,20 @@ def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
     return outcome
 
 
-def _run_case(name: str, folder: Path, *, kernels: bool) -> int:
+def _run_case(name: str, folder: Path, *, kernels: bool, share: bool) -> int:
     (case,) = (case for case in cases() if case.name == name)
     with (folder / "gpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not share:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         torch.cuda.set_device(0)
         outcome = _train(case, kernels=kernels)
+        if share:
+            outcome = replace(outcome, measured_s=[])
         _path(folder, name).write_text(json.dumps(asdict(outcome)))
         dist.destroy_process_group()
         fcntl.flock(lock, fcntl.LOCK_UN)  # processes that compile have the file open as well
     return 0
-
-
-def _make(name: str) -> nn.Module:
-    """A model on the current device."""
-    sizes, _, length = _MODELS[name]
-    torch.manual_seed(0)
-    if "image_size" in sizes:
-        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).train()
-    common = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
-    if "num_local_experts" in sizes:
-        config: Any = transformers.MixtralConfig(**sizes, **common, experts_implementation="grouped_mm")
-        return transformers.MixtralForCausalLM(config).train()
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **common)).train()
-
-
-def _batch(name: str, device: str) -> dict[str, Tensor]:
-    sizes, rows, length = _MODELS[name]
-    generator = torch.Generator().manual_seed(0)
-    if "image_size" in sizes:
-        images = torch.randn(rows, 3, sizes["image_size"], sizes["image_size"], generator=generator)
-        labels = torch.randint(sizes["num_labels"], (rows,), generator=generator)
-        return {"pixel_values": images.to(device), "labels": labels.to(device)}
-    ids = torch.randint(_VOCABULARY, (rows, length), generator=generator).to(device)
-    return {"input_ids": ids, "labels": ids}
 
 
 def _by_hand(case: Case) -> nn.Module:
@@ -226,7 +283,7 @@ def _by_hand(case: Case) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
     with torch.device("cuda"):
-        model: Any = _make(case.model)
+        model: Any = _MODELS[case.model].make()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cuda", (1,))
     layers = model.vit.layers if "vit" in case.model else model.model.layers
@@ -244,13 +301,13 @@ def _by_hand(case: Case) -> nn.Module:
 
 def _train(case: Case, *, kernels: bool) -> Outcome:
     started = time.perf_counter()
-    batch = _batch(case.model, "cuda")
+    batch = _MODELS[case.model].batch("cuda")
     if case.by_hand:
         model: Any = _by_hand(case)
         predicted_s = predicted_bytes = 0.0
     else:
         with torch.device("meta"):
-            whole = _make(case.model)
+            whole = _MODELS[case.model].make()
         torch.manual_seed(0)
         model = autopar.parallelize(
             whole, init_device_mesh("cuda", (1,)), batch, precision="bf16", constraints=case.constraints,
@@ -310,9 +367,9 @@ def predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> 
     if case.by_hand or outcome.problem:
         return outcome
     with torch.device("meta"):
-        model = _make(case.model)
+        model = _MODELS[case.model].make()
     plan = autopar.plan(
-        model, autopar.Cluster.of(options.device, devices_per_node=1), _batch(case.model, "cpu"),
+        model, autopar.Cluster.of(options.device, devices_per_node=1), _MODELS[case.model].batch("cpu"),
         precision="bf16", constraints=case.constraints, compile=case.is_compiled, profile=options.profile or False,
     )  # fmt: skip
     return Outcome(**asdict(outcome) | {"predicted_s": plan.step_time_s, "predicted_bytes": plan.peak_memory_bytes})
@@ -321,10 +378,13 @@ def predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> 
 def _line(o: Outcome) -> str:
     if o.problem:
         return f"{o.case:<42} {o.problem.strip().splitlines()[-1] if o.problem.strip() else 'failed'}"
-    ratio = f"{o.predicted_s / o.median_s:>6.2f}" if o.predicted_s else f"{'':>6}"
+    seconds = " " * 36
+    if o.measured_s:
+        ratio = f"{o.predicted_s / o.median_s:>6.2f}" if o.predicted_s else f"{'':>6}"
+        spread = (max(o.measured_s) - min(o.measured_s)) / o.median_s
+        seconds = f"{o.predicted_s * 1e3:>8.1f} {o.median_s * 1e3:>8.1f} ms {ratio} (spread {spread:.0%})"
     room = f"{o.predicted_bytes / o.measured_bytes:>6.2f}" if o.predicted_bytes else f"{'':>6}"
-    spread = (max(o.measured_s) - min(o.measured_s)) / o.median_s
-    return (f"{o.case:<42} {o.predicted_s * 1e3:>8.1f} {o.median_s * 1e3:>8.1f} ms {ratio} (spread {spread:.0%}) "
+    return (f"{o.case:<42} {seconds} "
             f"{o.predicted_bytes / 2**30:>6.2f} {o.measured_bytes / 2**30:>6.2f} GiB {room}  first step "
             f"{o.first_step_s:.0f} s, loss {o.losses[0]:.4f} {o.losses[-1]:.4f}  {o.machine[:12]}")  # fmt: skip
 
@@ -336,9 +396,13 @@ def _print(outcomes: list[Outcome], options: argparse.Namespace) -> int:
     done = [o for o in outcomes if not o.problem and o.predicted_s]
     if not done:
         return 1
-    seconds = statistics.median(abs(o.predicted_s / o.median_s - 1) for o in done)
+    timed = [abs(o.predicted_s / o.median_s - 1) for o in done if o.measured_s]
+    seconds = statistics.median(timed) if timed else float("nan")
     room = statistics.median(abs(o.predicted_bytes / o.measured_bytes - 1) for o in done)
-    print(f"median absolute error: step time {seconds:.1%}, peak memory {room:.1%}, over {len(done)} plans")
+    print(
+        f"median absolute error: step time {seconds:.1%}, peak memory {room:.1%}, over "
+        f"{len(timed)} and {len(done)} plans"
+    )
     if options.json:
         print(json.dumps({"median_absolute_error": {"s": seconds, "bytes": room}, "cases": len(done)}))
     return 0
