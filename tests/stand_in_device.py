@@ -39,6 +39,8 @@ _OF_METADATA = (
     "as_strided", "view", "_reshape_alias", "unfold", "set_", "set_.source_Storage",
     "set_.source_Storage_storage_offset", "set_.source_Tensor",
 )  # fmt: skip
+# Copies between devices; and indices may be of the host on any device.
+_MIXING = {f"aten::{name}" for name in ("copy_", "_to_copy", "_copy_from", "index", "index_put_", "_index_put_impl_")}
 _kept: list[Any] = []  # a library's kernels live as long as it does
 
 
@@ -93,6 +95,9 @@ def register(device_name: str) -> None:
     aten = torch.library.Library("aten", "IMPL")
     for name in _OF_METADATA:
         aten.impl(name, partial(_op("aten", name).redispatch, torch._C.DispatchKeySet(_KEY.CPU)), "PrivateUse1")
+    convolution, backward = (_op("aten", f"convolution{kind}") for kind in ("", "_backward"))
+    aten.impl("convolution_overrideable", partial(run, convolution), "PrivateUse1")
+    aten.impl("convolution_backward_overrideable", partial(_convolution_backward, run, backward), "PrivateUse1")
     aten.impl("resize_", _resize, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("_copy_from_and_resize", _copy, "PrivateUse1")
@@ -125,6 +130,8 @@ def _run(generator: torch.Generator, op: Any, *args: Any, **kwargs: Any) -> Any:
         ours[id(made)] = x
         return made
 
+    if op._schema.name not in _MIXING:
+        _check_devices(op, (args, kwargs))
     args, kwargs = pytree.tree_map(to_host, (args, kwargs))
     if outs:  # which the op may resize, and memory that isn't the host's own can't be
         made = {name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for name, x in outs.items()}
@@ -140,6 +147,22 @@ def _run(generator: torch.Generator, op: Any, *args: Any, **kwargs: Any) -> Any:
         return ours.get(id(x), _as(x, _OTHER)) if isinstance(x, Tensor) else x
 
     return pytree.tree_map(to_device, results)
+
+
+def _convolution_backward(run: Callable[..., Any], op: Any, *args: Any) -> Any:
+    """Of other devices than torch's own it does not get the bias."""
+    (gradient, x, weight), which = args[:3], args[-1]
+    return run(op, gradient, x, weight, list(weight.shape[:1]) if which[2] else None, *args[3:])
+
+
+def _check_devices(op: Any, arguments: Any) -> None:
+    """As kernels of GPUs do: all tensors are on one device, but for numbers of the host."""
+    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+    if any(x.device.type != NAME and x.dim() for x in tensors):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices in {op}: "
+            + ", ".join(f"{list(x.shape)} on {x.device}" for x in tensors)
+        )
 
 
 def _as(x: Tensor, kind: int) -> Tensor:

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import autopar
+from benchmarks.predictions._live_memory import live_at_peak
 
 _WARM_UP = 3
 _STEPS = 8
@@ -78,7 +79,11 @@ class Model:
     def make(self) -> nn.Module:
         """On the current device, in training mode."""
         torch.manual_seed(0)
-        longest = {} if self.takes_images or self.name in ("T5", "GPT2") else {"max_position_embeddings": self.length}
+        longest = (
+            {}
+            if self.takes_images or self.name in ("T5", "GPT2", "Bloom")
+            else {"max_position_embeddings": self.length}
+        )
         config = getattr(transformers, f"{self.name}Config")(**longest, **self.sizes)
         return getattr(transformers, f"{self.name}{self.head}")(config).train()
 
@@ -114,7 +119,14 @@ _GPT_OSS = _sizes(
 )  # fmt: skip
 _VIT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
         "image_size": 224, "patch_size": 14, "num_labels": 1000}  # fmt: skip
-_OTHERS = ("gpt2", "bert", "t5", "gemma2", "qwen3", "deepseek", "gpt-oss", "convnext", "resnet")
+_OPT = _sizes(2048, 8192, 32, 32, 6, vocab_size=50272, ffn_dim=8192)
+_BLOOM = {"hidden_size": 2048, "n_layer": 6, "n_head": 16, "vocab_size": 250880, "use_cache": False}
+_MODERN = _sizes(1024, 2624, 16, 16, 8, vocab_size=50368, attn_implementation="sdpa")
+_SWIN = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32], "num_labels": 1000}
+_OTHERS = (
+    "gpt2", "bert", "t5", "gemma2", "qwen3", "deepseek", "gpt-oss", "convnext", "resnet", "opt", "bloom", "modernbert",
+    "swin",
+)  # fmt: skip
 _MODELS = {
     "8b": Model("Llama", "ForCausalLM", _8B, 1, 8192),
     "8b-batch": Model("Llama", "ForCausalLM", _8B, 4, 4096),
@@ -131,6 +143,10 @@ _MODELS = {
     "deepseek": Model("DeepseekV3", "ForCausalLM", _DEEPSEEK, 2, 4096),
     "gpt-oss": Model("GptOss", "ForCausalLM", _GPT_OSS, 2, 2048),
     "convnext": Model("ConvNext", "ForImageClassification", {"num_labels": 1000}, 128, 224),
+    "opt": Model("OPT", "ForCausalLM", _OPT, 4, 2048),
+    "bloom": Model("Bloom", "ForCausalLM", _BLOOM, 2, 2048),
+    "modernbert": Model("ModernBert", "ForMaskedLM", _MODERN, 16, 1024),
+    "swin": Model("Swin", "ForImageClassification", _SWIN, 64, 224),
     "resnet": Model("ResNet", "ForImageClassification", {"num_labels": 1000}, 128, 224),
 }  # fmt: skip
 
@@ -197,6 +213,7 @@ class Outcome:
     problem: str = ""
     report: str = ""
     kernels: str = ""
+    live: str = ""
 
     @property
     def median_s(self) -> float:
@@ -212,6 +229,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="with --measured: prices from this profile, not estimates")
     parser.add_argument("--device", default="h100", help="with --measured: the device of estimates (default h100)")
     parser.add_argument("--kernels", action="store_true", help="keep the kernels of a step that take longest, too")
+    parser.add_argument(
+        "--live", action="store_true", help="keep what is alive where a step needs the most memory, too"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that start beside the one that has the GPU")
     parser.add_argument("--share", action="store_true", help="all of them use the GPU at once: memory only, no seconds")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -221,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print; returns the exit status."""
     if options.case:
-        return _run_case(options.case, options.output, kernels=options.kernels, share=options.share)
+        return _run_case(options)
     chosen = [case for case in cases() if not options.only or any(text in case.name for text in options.only)]
     if options.measured:
         by_name = {case.name: case for case in chosen}
@@ -235,7 +255,7 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     with ThreadPoolExecutor(options.workers) as pool:
-        extra = [f"--{name}" for name in ("kernels", "share") if getattr(options, name)]
+        extra = [f"--{name}" for name in ("kernels", "live", "share") if getattr(options, name)]
         outcomes = list(pool.map(partial(_in_process, folder, extra), chosen))
     (folder / "steps.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     return _print(outcomes, options)
@@ -259,17 +279,17 @@ def _in_process(folder: Path, extra: list[str], case: Case) -> Outcome:
     return outcome
 
 
-def _run_case(name: str, folder: Path, *, kernels: bool, share: bool) -> int:
-    (case,) = (case for case in cases() if case.name == name)
-    with (folder / "gpu.lock").open("w") as lock:
-        if not share:
+def _run_case(options: argparse.Namespace) -> int:
+    (case,) = (case for case in cases() if case.name == options.case)
+    with (options.output / "gpu.lock").open("w") as lock:
+        if not options.share:
             fcntl.flock(lock, fcntl.LOCK_EX)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         torch.cuda.set_device(0)
-        outcome = _train(case, kernels=kernels)
-        if share:
+        outcome = _train(case, options)
+        if options.share:
             outcome = replace(outcome, measured_s=[])
-        _path(folder, name).write_text(json.dumps(asdict(outcome)))
+        _path(options.output, case.name).write_text(json.dumps(asdict(outcome)))
         dist.destroy_process_group()
         fcntl.flock(lock, fcntl.LOCK_UN)  # processes that compile have the file open as well
     return 0
@@ -299,7 +319,7 @@ def _by_hand(case: Case) -> nn.Module:
     return model
 
 
-def _train(case: Case, *, kernels: bool) -> Outcome:
+def _train(case: Case, options: argparse.Namespace) -> Outcome:
     started = time.perf_counter()
     batch = _MODELS[case.model].batch("cuda")
     if case.by_hand:
@@ -342,7 +362,8 @@ def _train(case: Case, *, kernels: bool) -> Outcome:
         case=case.name, device=torch.cuda.get_device_name(), machine=str(torch.cuda.get_device_properties(0).uuid),
         torch=torch.__version__, predicted_s=predicted_s, predicted_bytes=predicted_bytes, measured_s=seconds,
         measured_bytes=peak_bytes, losses=losses[:4], first_step_s=first_s, setup_s=setup_s,
-        report=_report(case, model, step), kernels=_kernels(step) if kernels else "",
+        report=_report(case, model, step), kernels=_kernels(step) if options.kernels else "",
+        live=live_at_peak(step) if options.live else "",
     )  # fmt: skip
 
 
