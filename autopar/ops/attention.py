@@ -12,7 +12,16 @@ from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
-__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS", "document_length", "second_document_length", "with_document_length"]
+__all__ = [
+    "DOCUMENTS",
+    "FAMILIES",
+    "WINDOWS",
+    "document_length",
+    "fast_buffers",
+    "second_document_length",
+    "shares_heads",
+    "with_document_length",
+]
 
 DOCUMENTS = "autopar.document_attention"
 """``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: attention within documents.
@@ -313,6 +322,33 @@ def _work(
         )
 
     return count
+
+
+def shares_heads(dtype: str, *, has_mask: bool) -> bool:
+    """Whether a fast kernel of GPUs lets heads of the query share a head of keys and values.
+
+    FlashAttention does, in 16 bits and without a mask; the memory-efficient kernel does not, and in its place torch
+    would take plain products (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13).
+    """
+    return dtype in ("bfloat16", "float16") and not has_mask
+
+
+def fast_buffers(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
+    """What torch's attention needs on a GPU besides what the kernel reads, makes and saves.
+
+    Where no fast kernel `shares_heads`, keys and values are made for every head of the query, and saved
+    (`lower.kernels.masked_attention`); so are their gradients.  A mask gets a gradient for every head of every row of
+    the batch, which is then summed.
+    """
+    if op.target != "aten.scaled_dot_product_attention.default":
+        return Buffers()
+    query, key, value = operands[:3]
+    has_mask = len(operands) > 3
+    repeats = query.shape[-3] // max(1, key.shape[-3]) if len(query.shape) > 3 else 1
+    is_repeated = repeats > 1 and not shares_heads(query.dtype, has_mask=has_mask)
+    repeated = repeats * sum_bytes((key, value)) if is_repeated else 0.0
+    scores = query.num_elements // max(1, query.shape[-1]) * key.shape[-2] * itemsize_bytes(query.dtype)
+    return Buffers(backward=repeated + (scores if has_mask and trains[3] else 0.0), kept=repeated)
 
 
 def _saves(op: Op, operands: Types, results: Types) -> Saves:

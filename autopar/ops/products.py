@@ -17,9 +17,9 @@ from autopar.ops.halos import (
     transposed_halo_of,
 )
 from autopar.ops.work import Work, default_work, floating, sum_bytes
-from autopar.program import Op, TensorType
+from autopar.program import Op, TensorType, itemsize_bytes
 
-__all__ = ["FAMILIES", "convolution_halos", "convolution_line", "work_of_convolution"]
+__all__ = ["FAMILIES", "convolution_halos", "convolution_line", "padded_copies", "work_of_convolution"]
 
 
 # ---------------------------------------------------------------- how they split
@@ -259,6 +259,36 @@ def _work_of_einsum(op: Op, operands: Types, results: Types) -> Work:
         for label, size in zip(term, operand.shape, strict=True)
     }
     return _product(op, operands, results, 2.0 * math.prod(extents.values()), (0, 1))
+
+
+_PADDED_FROM = 64.0  # multiplications for each element read or written; inductor's limits are 78 (A100) and more
+
+
+def padded_copies(product: RowProduct, operands: Types, result: TensorType) -> Buffers:
+    """Bytes of copies that inductor may make on a GPU of tensors whose rows are no whole number of 16 bytes.
+
+    It copies them with zeros added where the padded product is faster, which it measures while it compiles
+    (torch/_inductor/fx_passes/pad_mm.py, torch 2.13).  A result that was padded is copied for its readers: as an output
+    and for backward, logits of 50257 entries were in memory three times (GPT-2 on an H100, torch 2.11).
+
+    Args:
+        product: which of the operands are rows and matrix.
+        operands: their local types.
+        result: the local type of the result.
+    """
+    rows, matrix = operands[product.rows], operands[product.matrix]
+    unit = 16 // itemsize_bytes(result.dtype)
+    k = rows.shape[-1]
+    n = result.shape[-1]
+    m = result.num_elements // max(1, n)
+    if unit not in (4, 8) or not m * n * k or m * n * k < _PADDED_FROM * (m * k + n * k + m * n):
+        return Buffers()
+
+    def copied(tensor: TensorType, *sizes: int) -> float:
+        return tensor.num_bytes if any(size % unit for size in sizes) else 0.0
+
+    of_rows, of_matrix, of_result = copied(rows, m, k), copied(matrix, k, n), copied(result, m, n)
+    return Buffers(forward=of_rows + of_matrix + 2.0 * of_result, backward=of_result + max(of_rows, of_matrix))
 
 
 FAMILIES = (

@@ -9,6 +9,7 @@ never in memory.
 Backward keeps what such kernels of their own saved, and statistics; the rest it computes again from what is kept, in
 the kernels that read it, unless that would have to keep more bytes than the result itself.  Results of ops that a
 strategy names (`rerun_policy_name`) it always computes again, from what is kept or from results of other such ops.
+An output of the layer that backward reads is kept, whatever it could be computed from.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from autopar.ops import family_of
+from autopar.ops.products import padded_copies
+from autopar.program import itemsize_bytes
 from autopar.step.fused_kernels import FusedKernel, Key, Task, join_tasks
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, origins, tensor_graph
@@ -79,20 +83,21 @@ def rerunning_graph(
     fused = _fused(placed, fuses_attention, True)
     reruns = _inside_of_pieces(fused.whole, reruns)
     saving = _Saving(fused.whole, reruns)
-    return _saved_until(_in_memory(fused.seen, fused.inside - saving.kept, saving), fused.backward), reruns
+    graph = _in_memory(fused.seen, fused.inside - saving.kept, saving, on_gpus=fuses_attention)
+    return _saved_until(graph, fused.backward), reruns
 
 
 @lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
 def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fused:
-    return _fused_graph(tensor_graph(placed, fuses_attention=fuses_attention), is_training)
+    return _fused_graph(tensor_graph(placed, fuses_attention=fuses_attention), is_training, fuses_attention)
 
 
 @lru_cache(maxsize=256)
-def _fused_graph(whole: TensorGraph, is_training: bool) -> _Fused:
+def _fused_graph(whole: TensorGraph, is_training: bool, on_gpus: bool) -> _Fused:
     saving = _Saving(whole) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
     forward = join_tasks(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)
-    graph = _in_memory(whole, forward.inside, saving)
+    graph = _in_memory(whole, forward.inside, saving, on_gpus=on_gpus)
     if saving is None:
         return _Fused(whole, forward.inside, FusedLayer(graph, forward.of_ops(graph), ()))
     backward = _BackwardTasks(graph)
@@ -189,6 +194,7 @@ class _Saving:
         self._sizes = graph.sizes
         self._reruns = reruns
         self._maker = {key: node for node in graph.nodes for key in node.makes}
+        self._outputs = {output.key for output in graph.outputs}
         self.keys_read = [_keys_read(node) for node in graph.nodes]
         self._kept: set[TensorKey] = set()
         for node, keys in zip(graph.nodes, self.keys_read, strict=True):
@@ -223,7 +229,9 @@ class _Saving:
     def _is_rerun(self, node: TensorNode, piece: int) -> bool:
         made, read = node.types[len(node.reads) :], node.types[: len(node.reads)]
         is_statistic = _STATISTICS_SHARE * sum(t.num_bytes for t in made) < sum(t.num_bytes for t in read)
-        return node.fuses and not is_statistic and node.piece == piece
+        is_kernel_of_its_own = not node.fuses or node.piece != piece
+        # The caller gets outputs, so they are in memory, and inductor computes nothing again that is.
+        return not (is_kernel_of_its_own or is_statistic or self._outputs.intersection(node.makes))
 
     def _keep(self, key: TensorKey, piece: int) -> None:
         """Keep a tensor, or the tensors to recompute it from if these are no larger."""
@@ -240,21 +248,44 @@ def _keys_read(node: TensorNode) -> tuple[TensorKey, ...]:
     return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
 
 
-def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None) -> TensorGraph:
-    """The graph without what is never in memory, as it is `inside` of kernels."""
+def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None, *, on_gpus: bool) -> TensorGraph:
+    """The graph without what is never in memory, as it is `inside` of kernels; with copies that are made `on_gpus`."""
     nodes: list[TensorNode] = []
     for number, node in enumerate(graph.nodes):
         makes = {key: size for key, size in node.makes.items() if key not in inside}
         if not node.fuses:
-            nodes.append(node)
+            nodes.append(_with_padded_copies(node) if on_gpus else node)
             continue
         extra = node.saved_extra - node.kept_extra
         if node.kept_extra:  # the largest element of each row and its sum, in float32
             extra += 8.0 * node.types[1].num_elements
         saves = saving.reads(number, node) if saving else ()
-        nodes.append(node._replace(makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=0.0))
+        scattered = _scattered_bytes(node)
+        nodes.append(
+            node._replace(makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=scattered)
+        )
     sizes = {key: size for key, size in graph.sizes.items() if key not in inside}
     return replace(graph, nodes=tuple(nodes), sizes=sizes)
+
+
+def _scattered_bytes(node: TensorNode) -> float:
+    """Bytes that the backward of a selection takes, of the largest elements say: the gradient is scattered into zeros,
+    which is a kernel of its own, and added to others in float32 (sinks of GPT-OSS on an H100, torch 2.11).
+    """
+    selects = node.op is not None and len(node.op.results) == 2 and node.types[-1].dtype == "int64"  # value, index
+    operand = node.types[0]
+    wide = max(itemsize_bytes("float32"), itemsize_bytes(operand.dtype)) * operand.num_elements
+    return operand.num_bytes + wide if selects and node.sources else 0.0
+
+
+def _with_padded_copies(node: TensorNode) -> TensorNode:
+    product = None if node.op is None else family_of(node.op.target).row_products.get(node.op.target)
+    if product is None or node.has_kernel:
+        return node
+    copies = padded_copies(product, node.types, node.types[-1])
+    return node._replace(
+        forward_extra=node.forward_extra + copies.forward, backward_extra=node.backward_extra + copies.backward
+    )
 
 
 def _without_gradients(graph: TensorGraph, unseen: frozenset[TensorKey]) -> TensorGraph:

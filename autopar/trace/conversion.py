@@ -22,13 +22,13 @@ from autopar.trace.source_lines import frame_of_text
 
 __all__ = ["convert", "tensor_type"]
 
-# The runtime decides on which device a tensor is; kernels decide on its memory format.
 _CUTS = frozenset({
     "split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "tensor_split",
     "meshgrid", "broadcast_tensors",
 })  # fmt: skip
 """Ops that give a list of tensors, which is the tensor itself where it is one."""
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+"""The runtime decides on which device a tensor is; kernels decide on its memory format, but for a `contiguous()`."""
 
 
 def tensor_type(tensor: Tensor, where: str = "") -> TensorType:
@@ -43,6 +43,12 @@ def tensor_type(tensor: Tensor, where: str = "") -> TensorType:
             "values; use fixed sizes and masks (torch.where) instead"
         )
     return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _is_dropped(target: str, key: str, value: Any) -> bool:
+    # GPUs have no fast attention for masks with gaps between columns: models make these contiguous.
+    is_contiguous = target == "aten.clone.default" and value is torch.contiguous_format
+    return key in _DROPPED_KWARGS and not is_contiguous
 
 
 @dataclass
@@ -141,7 +147,7 @@ class _GraphBuilder:
 
     def _append(self, node: fx.Node, results: tuple[str, ...]) -> None:
         target, args = str(node.target), tuple(map(self.argument, node.args))
-        kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if not _is_dropped(target, k, v))
         self._append_op(node, results, target, args, kwargs)
 
     def _append_op(

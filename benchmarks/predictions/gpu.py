@@ -161,6 +161,7 @@ class Case:
         is_compiled: None lets the search choose.
         by_hand: without autopar.
         fused: AdamW as one kernel, as torchtitan has it; else as torch does by default.
+        precision: of `autopar.parallelize`.
     """
 
     model: str
@@ -168,12 +169,20 @@ class Case:
     is_compiled: bool | None
     by_hand: bool = False
     fused: bool = True
+    precision: str | None = "bf16"
 
     @property
     def name(self) -> str:
         """What tells it from the others."""
         how = {True: "compiled", False: "eager", None: "free"}[self.is_compiled]
-        words = (self.model, "by hand" if self.by_hand else "", how, *self.constraints, "" if self.fused else "foreach")
+        words = (
+            self.model,
+            "by hand" if self.by_hand else "",
+            how,
+            *self.constraints,
+            "" if self.fused else "foreach",
+            "" if self.precision else "float32",
+        )
         return " ".join(filter(None, words))
 
 
@@ -191,6 +200,7 @@ def cases() -> list[Case]:
         Case("experts", kept, True), Case("1b", kept, True), Case("1b", kept, True, by_hand=True),
         Case("8b", kept, False), Case("8b", kept, False, by_hand=True), Case("8b", ("recompute=selective",), False),
         Case("8b", full, False), Case("8b", ("offload=activations",), False), Case("small", kept, True),
+        *(Case("qwen3", kept, compiled, precision=None) for compiled in (True, False)),
         *(Case(model, kept, compiled) for model in _OTHERS for compiled in (True, False)),
     ]  # fmt: skip
 
@@ -330,7 +340,7 @@ def _train(case: Case, options: argparse.Namespace) -> Outcome:
             whole = _MODELS[case.model].make()
         torch.manual_seed(0)
         model = autopar.parallelize(
-            whole, init_device_mesh("cuda", (1,)), batch, precision="bf16", constraints=case.constraints,
+            whole, init_device_mesh("cuda", (1,)), batch, precision=case.precision, constraints=case.constraints,
             compile=case.is_compiled,
         )  # fmt: skip
         predicted_s, predicted_bytes = model.plan.step_time_s, model.plan.peak_memory_bytes
@@ -391,7 +401,8 @@ def predict_again(case: Case, outcome: Outcome, options: argparse.Namespace) -> 
         model = _MODELS[case.model].make()
     plan = autopar.plan(
         model, autopar.Cluster.of(options.device, devices_per_node=1), _MODELS[case.model].batch("cpu"),
-        precision="bf16", constraints=case.constraints, compile=case.is_compiled, profile=options.profile or False,
+        precision=case.precision, constraints=case.constraints, compile=case.is_compiled,
+        profile=options.profile or False,
     )  # fmt: skip
     return Outcome(**asdict(outcome) | {"predicted_s": plan.step_time_s, "predicted_bytes": plan.peak_memory_bytes})
 

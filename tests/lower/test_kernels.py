@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -379,3 +380,21 @@ def test_a_batch_norm_in_bf16_has_statistics_in_float32() -> None:
         torch.bfloat16, torch.float32, torch.float32, torch.bfloat16,
     )  # fmt: skip
     torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.02)
+
+
+def test_on_gpus_attention_is_called_so_that_a_fast_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    packet = torch.ops.aten.scaled_dot_product_attention
+    monkeypatch.setattr(packet, "default", lambda *args, **kwargs: calls.append((*args, kwargs)))
+    query, key = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, 2, 4, 16, device="meta")
+    bias = torch.empty(4, 4, 8, device="meta").permute(2, 0, 1)[None]  # as T5's: heads are innermost
+    attend = resolve_target("aten.scaled_dot_product_attention.default")
+    attend(query, key, key, bias, enable_gqa=True)
+    attend(query, key, key, enable_gqa=True)
+    attend(query.bfloat16(), key.bfloat16(), key.bfloat16(), enable_gqa=True)
+    for _, made_key, made_value, mask, options in calls[:2]:
+        assert made_key.shape == made_value.shape == query.shape
+        assert mask is None or mask.is_contiguous()
+        assert options == {"enable_gqa": False}
+    assert calls[2][1].shape == key.shape
+    assert calls[2][-1] == {"enable_gqa": True}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.api import trace_model
 from autopar.cluster import Cluster
@@ -191,3 +191,77 @@ def test_kernels_and_saved_bytes_are_those_of_inductor(name: str, more: tuple[in
     assert predicted == pytest.approx(measured, rel=0.02)
     for kernels, count, most in zip((fused.forward, fused.backward), counts, more, strict=True):
         assert len(kernels) <= count <= len(kernels) + most
+
+
+class Capped(nn.Module):
+    """Logits that are capped by tanh are an output, and the loss reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = torch.tanh(self.head(x) / 30) * 30
+        return logits, logits.logsumexp(-1).sum()
+
+
+def test_an_output_that_backward_reads_is_kept() -> None:
+    program = trace_model(Capped(), {"x": torch.ones(32, 64)}).program
+    ((layer, strategy),) = one_device(program)
+    memory = running_memory(place(program, layer, strategy), ("none",), replace(ON_CPU, compiled=True))
+    logits, row = 32 * 128 * 4, 32 * 4
+    # What tanh is computed from again, the output, and the statistic of rows; x is the caller's.
+    assert memory["none"].saved_bytes == pytest.approx(2 * logits + row, abs=2 * row)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+def test_inductor_keeps_an_output_that_backward_reads() -> None:
+    program = trace_model(Capped(), {"x": torch.ones(32, 64)}).program
+    ((layer, strategy),) = one_device(program)
+    lone = SingleLayer(program, layer, strategy, compiled=True)
+    _, saved = forward_and_saved(lone)
+    x, logits, row = 32 * 64 * 4, 32 * 128 * 4, 32 * 4
+    assert bytes_but_parameters(saved, lone) == pytest.approx(x + 2 * logits + row, abs=2 * row)
+
+
+class Selected(nn.Module):
+    """The largest of each row is taken away, as eager attention with sinks does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x.sin()
+        return (scores - scores.max(-1, keepdim=True).values).exp().sum()
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(256, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).logsumexp(-1).sum()
+
+
+def compiled_bytes(model: nn.Module, x: Tensor, *, on_gpus: bool) -> tuple[float, float]:
+    """The most in forward and in backward of a compiled layer in bfloat16."""
+    program = trace_model(model, {"x": x}, dtype=torch.bfloat16).program
+    ((layer, strategy),) = one_device(program)
+    training = TrainingSpec(compiled=True, fuses_attention=on_gpus)
+    memory = running_memory(place(program, layer, strategy), ("none",), training)["none"]
+    return memory.forward_bytes, memory.backward_bytes
+
+
+def test_products_of_odd_sizes_are_padded_on_gpus() -> None:
+    x, rows = torch.ones(512, 256), 512
+    for width in (1000, 1001):
+        gpu, cpu = (compiled_bytes(Wide(width), x, on_gpus=way) for way in (True, False))
+        matrix, logits = (2 * n * width for n in (256, rows))
+        more = (matrix + 2 * logits, logits + matrix) if width % 8 else (0, 0)
+        assert [a - b for a, b in zip(gpu, cpu, strict=True)] == pytest.approx(more, rel=0.35)
+        assert (gpu > cpu) == bool(width % 8)
+
+
+def test_what_a_selection_gives_back_is_scattered() -> None:
+    x = torch.ones(64, 128, requires_grad=True)
+    _, backward = compiled_bytes(Selected(), x, on_gpus=True)
+    assert backward >= x.numel() * (2 + 4)  # zeros, and a sum in float32
