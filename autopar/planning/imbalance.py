@@ -84,9 +84,10 @@ def _most(loads: Sequence[float], devices: int) -> float:
 
 
 def _lognormal(num_experts: int, sigma: float) -> list[float]:
-    """Equally probable loads."""
+    """Equally probable loads, relative to the largest."""
     normal = statistics.NormalDist()
-    return [math.exp(sigma * normal.inv_cdf((place + 0.5) / num_experts)) for place in range(num_experts)]
+    logs = [sigma * normal.inv_cdf((place + 0.5) / num_experts) for place in range(num_experts)]
+    return [math.exp(log - max(logs)) for log in logs]
 
 
 def _mean_of_shuffles(loads: Sequence[float], devices: int) -> float:

@@ -12,8 +12,8 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, rename
 
 __all__ = [
-    "TO_THE_END", "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_elementwise",
-    "is_repeatable", "join_written_slices", "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
+    "TO_THE_END", "bypass", "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies",
+    "is_elementwise", "is_repeatable", "join_written_slices", "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -39,7 +39,7 @@ def drop_aliases(graph: Graph) -> Graph:
             return op.operands[0] not in live
         return op.target in ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
-    return _bypass(graph, {op.name for op in graph.ops if is_alias(op)})
+    return bypass(graph, {op.name for op in graph.ops if is_alias(op)})
 
 
 def drop_needless_copies(graph: Graph) -> Graph:
@@ -63,7 +63,7 @@ def drop_needless_copies(graph: Graph) -> Graph:
         only_reshapes = set(readers.get(op.results[0], ())) <= {"aten.reshape.default"}
         return op.results[0] in graph.strided or (only_reshapes and op.results[0] not in at_end)
 
-    return _bypass(graph, {op.name for op in graph.ops if is_needless(op)})
+    return bypass(graph, {op.name for op in graph.ops if is_needless(op)})
 
 
 def drop_identities(graph: Graph) -> Graph:
@@ -76,7 +76,7 @@ def drop_identities(graph: Graph) -> Graph:
     graph = graph.rewrite(lambda op: _without_empty_pieces(op, graph))
     producers = graph.producers
     graph = graph.rewrite(lambda op: _without_round_trip(op, graph, producers))
-    return _bypass(graph, {op.name for op in graph.ops if len(op.results) == 1 and _is_identity(op, graph)})
+    return bypass(graph, {op.name for op in graph.ops if len(op.results) == 1 and _is_identity(op, graph)})
 
 
 def _without_empty_pieces(op: Op, graph: Graph) -> Iterable[Op] | None:
@@ -122,7 +122,7 @@ def _is_identity(op: Op, graph: Graph) -> bool:
     )  # fmt: skip
 
 
-def _bypass(graph: Graph, ops: set[str]) -> Graph:
+def bypass(graph: Graph, ops: set[str]) -> Graph:
     """Remove the ops of these names; who read their first result reads their first operand."""
     gone = {op.results[0]: op.operands[0] for op in graph.ops if op.name in ops}
     return rename(replace(graph, ops=tuple(op for op in graph.ops if op.name not in ops)), gone)

@@ -3,14 +3,15 @@
 A region is recognized by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
-back in their order.  Where the rows of each token are added up next, that belongs to the region.  Then the new op and
+back in their order, or added up by their tokens.  Where the rows of each token are added up next, that belongs to the
+region.  Then the new op and
 the model's own ops are run, both in float64 and on skewed random numbers: results and gradients must agree, or the
 region stays as it is.  So is found whether it can be cut in the inner width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ops.experts import ENDS, IDS, PRODUCT, TRANSPOSE, Body
@@ -20,13 +21,15 @@ from autopar.trace.expert_groups import group_limit
 from autopar.trace.expert_proof import LISTS, PRODUCTS, Region, proven_body
 from autopar.trace.expert_widths import in_equal_parts, moved_bytes
 from autopar.trace.graph import Graph, Names
-from autopar.trace.row_order import RowOrder, divisor_to, is_rowwise, without_rows
+from autopar.trace.row_order import RowOrder, divisor_to, is_rowwise, with_columns, without_rows
 
 __all__ = ["join_experts"]
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _SUMS = ("aten.sum.dim_IntList",)
-_SORTS = ("aten.sort.default", "aten.sort.stable")
+_ADDITIONS = ("aten.index_add.default", "aten.scatter_add.default")
+_ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
+_SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and of their order nothing depends on more
 
 
@@ -119,21 +122,25 @@ class _Search:
         for op in self.graph.ops[self.place + 1 :]:
             if any(name in self.inner for name in op.operands):
                 if self._is_end(op):
-                    return self._finish(op)
-                made = self._row_op(op)
+                    return self._finish(op, op.operands[0])
+                if self._adds_up(op):
+                    return self._finish_sums(op)
+                if not self._row_op(op):
+                    return None
             elif any(name in self.known.values for name in op.operands) and op.results[0] not in self.known.values:
-                made = self._first_op(op)
+                if not self._first_op(op):
+                    continue  # it stays outside, with what it reads
             else:
                 continue
-            if not made:
-                return None
             self.ops.append(op)
         return None
 
     def _count_experts(self) -> int:
-        """By the products that read what is computed from the sort."""
-        reached = set(self.sort.results)
-        for op in self.graph.ops[self.place + 1 :]:
+        """By the products that read what is computed from the sort, or from what it sorts."""
+        ids = self.sort.operands[0]
+        reached = {ids, *with_columns(self.graph, ids), *self.sort.results}
+        first = min(at for name in reached for at in self.graph.readers.get(name, (self.place,)))
+        for op in self.graph.ops[first:]:
             if reached.isdisjoint(op.operands):
                 continue
             if op.target in PRODUCTS and op.operands[2] in reached:
@@ -142,7 +149,7 @@ class _Search:
         return 0
 
     def _first_op(self, op: Op) -> bool:
-        """What rows read of outside, in their sorted order; anything else that reads the order stays outside."""
+        """Whether that is what rows read of outside, in their sorted order."""
         if op.target != "aten.index.Tensor" or len(op.operands) != 2 or op.args[1] != (Ref(op.operands[1]),):
             return False
         source, index = op.operands
@@ -207,7 +214,27 @@ class _Search:
             and self.known.kinds.get(op.operands[1]) == "inverse"
         )
 
-    def _finish(self, end: Op) -> Region | None:
+    def _adds_up(self, op: Op) -> bool:
+        """Whether the op adds sorted rows up by their tokens, from zeros on."""
+        if op.target not in _ADDITIONS or len(op.operands) != 3 or op.kwargs or op.args[1] != 0:
+            return False
+        start, places, rows = op.operands
+        num_tokens = self.graph.types[op.results[0]].shape[0]
+        is_of_tokens = num_tokens > 0 and self.num_rows % num_tokens == 0 and rows in self.inner
+        zeros = self.graph.producers.get(start)
+        made_of_zeros = zeros is not None and (
+            zeros.target in _ZEROS or (zeros.target == "aten.full.default" and zeros.args[1:] == (0,))
+        )
+        return is_of_tokens and made_of_zeros and self.known.are_places(places, num_tokens)
+
+    def _finish_sums(self, end: Op) -> Region | None:
+        kind, start = self.graph.types[end.results[0]], end.operands[0]
+        zeros = Op(start, "aten.full.default", (kind.shape, 0), (("dtype", f"torch.{kind.dtype}"),), (start,))
+        self.ops.append(zeros)  # without what the model's own reads
+        region = self._finish(end, end.operands[2])
+        return region and replace(region, body=replace(region.body, summed=self.num_rows // kind.shape[0]))
+
+    def _finish(self, end: Op, result: str) -> Region | None:
         ops = (*self.ops, end)
         inside = {name: 0 for op in self.ops for name in op.results if name in self.inner}
         for name in (name for op in ops for name in op.operands if name in inside):
@@ -222,12 +249,11 @@ class _Search:
             return None
         turned = self._turn()
         inside_ops = tuple(self.body)
-        body = Body(inside_ops, self.inner[end.operands[0]], dict(self.types), moved_bytes(inside_ops, self.types))
+        body = Body(inside_ops, self.inner[result], dict(self.types), moved_bytes(inside_ops, self.types))
         lists = {name: tuple(names) for name, names in self.lists.items()}
-        ops = (*turned, *ops)
         # What is known from the order alone is computed before the rows that read it.
-        ordered = tuple(sorted(ops, key=lambda op: self.graph.places[op.name]))
-        return Region(self.sort.operands[0], lists, ordered, body, end, self.num_experts)
+        ordered = sorted((*turned, *ops), key=lambda op: self.graph.places.get(op.name, -1))
+        return Region(self.sort.operands[0], lists, _needed(ordered, end), body, end, self.num_experts)
 
     def _turn(self) -> list[Op]:
         """Transposed matrices are read as they are stored, and transposed inside: slices are those of parameters."""
@@ -244,6 +270,16 @@ class _Search:
             self.body.insert(0, Op("", TRANSPOSE, (Ref(inner), 1, 2), (), (turned,)))
             ops.append(op)
         return ops
+
+
+def _needed(ops: Sequence[Op], end: Op) -> tuple[Op, ...]:
+    """Those of the ops that the last one depends on, in order."""
+    needed, kept = set(end.results), list[Op]()
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.results):
+            kept.append(op)
+            needed.update(op.operands)
+    return tuple(reversed(kept))
 
 
 def _dim(arg: Arg) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from autopar.ops import family_of, options_for
 from autopar.placement import shard
-from autopar.program import Arg, Op, TensorType
+from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph
 
-__all__ = ["RowOrder", "divisor_to", "is_rowwise", "random_ids", "with_sizes", "without_rows"]
+__all__ = ["RowOrder", "divisor_to", "is_rowwise", "random_ids", "with_columns", "with_sizes", "without_rows"]
 
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _MOST_EXPERTS_OF_A_TOKEN = 64  # published models have up to 22
 
 
@@ -59,7 +61,9 @@ class RowOrder:
 
     def are_places(self, name: str, num_entries: int) -> bool:
         """Whether the value says which of so many entries each sorted row reads, if rows read them in their order."""
-        value = self.values[name]
+        value = self.values.get(name, self.order[:0])
+        if value.dim() == 2 and bool((value == value[:, :1]).all()):  # repeated for each column
+            value = value[:, 0]
         per_entry = len(self.order) * self.fewer // num_entries
         return value.shape == self.order.shape and torch.equal(value, (self.order // per_entry).to(value.dtype))
 
@@ -70,11 +74,18 @@ class RowOrder:
         num_rows = graph.types[sort.operands[0]].shape[0]
         small = {num_rows // k: num_rows // k // fewer for k in range(1, _MOST_EXPERTS_OF_A_TOKEN + 1)
                  if num_rows % (k * fewer) == 0 and num_rows // k != num_experts}  # fmt: skip
-        values = {sort.operands[0]: random_ids(num_rows // fewer, num_experts, seed=0)}
+        given = sort.operands[0]
+        values = {given: random_ids(num_rows // fewer, num_experts, seed=0)}
         free = {name: graph.constants[name] for name, role in graph.roles.items() if role == "constant"}
         producers = graph.producers
+        # The ids of each token in a row: for what reads those, as if they came from the flat ones.
         ops: list[Op] = []
-        pending = [place, *(at for at in graph.readers[sort.operands[0]] if at > place)]
+        for name in with_columns(graph, given):
+            op = Op("", "aten.reshape.default", (Ref(given), graph.types[name].shape), (), (name,))
+            with contextlib.suppress(RuntimeError):  # so many fewer rows are no whole tokens
+                values.update(zip(op.results, run_op(with_sizes(op, small), values), strict=True))
+                ops.append(op)
+        pending = sorted({at for name in (*values, *sort.results) for at in graph.readers.get(name, ())} | {place})
         seen = set(pending)
         while pending:
             op = graph.ops[heappop(pending)]
@@ -92,9 +103,16 @@ class RowOrder:
                 if reader not in seen:
                     seen.add(reader)
                     heappush(pending, reader)
-        ids = values.pop(sort.operands[0])
-        order = values[sort.results[1]]
+        ids = values.pop(given)
+        order = values[sort.results[-1]]
         return cls(tuple(ops), values, dict(_kinds(values, ids, order, num_experts)), order, fewer)
+
+
+def with_columns(graph: Graph, ids: str) -> tuple[str, ...]:
+    """What the flat ids are a view of: [tokens, k], the ids of each token; () if there is no such value."""
+    op = graph.producers.get(ids)
+    is_view = op is not None and op.target in _VIEWS and len(graph.types[op.operands[0]].shape) > 1
+    return (op.operands[0],) if op is not None and is_view else ()
 
 
 def _is_free(producers: Mapping[str, Op], name: str) -> bool:

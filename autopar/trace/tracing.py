@@ -27,6 +27,7 @@ from autopar.trace import (
     heads,
     masks,
     padding,
+    plain_numbers,
     rewrites,
 )  # fmt: skip
 from autopar.trace.capture import Captured, capture
@@ -91,6 +92,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     heads.rewrite_picked_log_probabilities,
     rewrites.rewrite_losses,
     rewrites.rewrite_means,
+    plain_numbers.rewrite_number_terms,
     cleanup.drop_identities,
     cleanup.drop_aliases,
     masks.restore_attention_masks,
@@ -103,6 +105,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.join_written_slices,
     expert_regions.join_experts,
     cleanup.drop_dead_ops,
+    plain_numbers.rewrite_created_like,
     folding.fold_constants,
     folding.share_equal_constants,
     cleanup.drop_dead_ops,

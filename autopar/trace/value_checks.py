@@ -1,4 +1,5 @@
-"""Checks of values that do nothing but raise: ``if labels.max() >= size: raise ...`` and ``assert (x > 0).all()``.
+"""Checks of values that do nothing but raise: ``if labels.max() >= size: raise ...``, ``assert (x > 0).all()``, and
+torch's own, ``torch._check(bool((x > 0).all()))`` and ``torch._assert_async``.
 
 A traced program has no values to check, and takes the way on which nothing is raised.
 """
@@ -11,11 +12,17 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from autopar.trace import torch_recording
 from autopar.trace.source_lines import is_users, user_line
 
 __all__ = ["passed_checks"]
+
+_CHECKING_CALLS = ("_assert", "_check")  # of torch: they raise where their first argument is false
 
 Span = tuple[int | None, int | None, int | None, int | None]  # first line, last line, first column, last column
 
@@ -24,17 +31,23 @@ Span = tuple[int | None, int | None, int | None, int | None]  # first line, last
 def passed_checks(note: Callable[[str], None]) -> Generator[None]:
     """Inside, a truth value that only a check needs is the one with which nothing is raised; `note` gets its text."""
 
+    def left_out(where: str) -> None:
+        note(
+            f"{where}: this check of values is left out, as only the values of a batch decide it: check batches "
+            "outside of the model"
+        )
+
     def decide(frame: FrameType) -> bool | None:
         check = _check_at(frame)
         if check is None:
             return None
-        note(
-            f"{check.where}: this check of values is left out, as only the values of a batch decide it: check batches "
-            "outside of the model"
-        )
+        left_out(check.where)
         return check.answer
 
-    with torch_recording.truth_values(decide):
+    def assert_async(*_: Any) -> None:
+        left_out(user_line())
+
+    with torch_recording.truth_values(decide), patch.object(torch, "_assert_async", assert_async):
         yield
 
 
@@ -59,7 +72,18 @@ def _check_at(frame: FrameType) -> _Check | None:
             answers = _answers(node, span)
             if len(answers) == 1:
                 return _Check(f"{file}:{node.lineno}", answers.pop())
+        elif isinstance(node, ast.Call) and _is_checking(node) and _holds(node.args[0], span):
+            return _Check(f"{file}:{node.lineno}", True)
     return None
+
+
+def _is_checking(call: ast.Call) -> bool:
+    """Whether this is ``torch._check(bool(...), ...)`` or the like."""
+    match call:
+        case ast.Call(ast.Attribute(ast.Name("torch"), name), [ast.Call(ast.Name("bool")), *_]):
+            return name in _CHECKING_CALLS
+        case _:
+            return False
 
 
 def _answers(check: ast.If | ast.Assert, span: Span) -> set[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
-from autopar.ops.experts import EXPERTS, read_body
+from autopar.lower.communication.shards import Shards
+from autopar.lower.kernels.experts import parts_of_dispatch
+from autopar.ops.experts import EXPERTS, Body, read_body
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
@@ -254,3 +257,13 @@ def test_no_more_seconds_are_hidden_than_pauses_compute():
     assert hidden_s[Axis(2, 1)] == 0  # inside a node it is waited for
     assert 0 < hidden_s[Axis(2, 2)] <= computing_s * (1 + 1e-9)
     assert all(run_s(run, prices) >= 0 for run in runs)
+
+
+def test_a_stage_on_one_device_has_the_pauses_of_others():
+    """Experts with a shared one, by a plan that sends tokens on an axis of one device."""
+    tokens = torch.arange(8).view(4, 2)
+    shards: Any = Shards
+    shards = shards(None, ())  # nothing is communicated
+    parts = parts_of_dispatch(shards, tokens.view(-1), [], [torch.ones(8)], [], tokens, 8, Body((), "", {}, 0.0).text())
+    next(parts)
+    next(parts)

@@ -50,6 +50,7 @@ def test_lognormal_loads_are_worse_for_more_devices_and_more_spread():
     found = dict(read_imbalance("lognormal:0.5").busiest(64))
     assert 1.0 < found[2] < found[8] < found[64]
     assert dict(read_imbalance("lognormal:1").busiest(64))[8] > found[8]
+    assert dict(read_imbalance("lognormal:1000").busiest(64))[8] == 8.0, "all rows to one expert"
 
 
 def test_rows_can_come_from_a_file(tmp_path: Path):

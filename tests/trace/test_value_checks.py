@@ -32,6 +32,9 @@ class Checking(Classes):
             x = x[None]
         elif not torch.isfinite(x).all():
             raise ValueError
+        torch._check(bool((x < 1e4).all()), lambda: "too large")
+        torch._assert(bool((x < 1e4).any()), "too large")
+        torch._assert_async((x < 1e4).all(), "too large")
         return F.cross_entropy(self.linear(x), labels)
 
 
@@ -39,7 +42,7 @@ def test_checks_are_left_out_with_a_note_for_each():
     traced = trace(Checking(), (X, Y), {})
     first = next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "4:" in line)
     lines = [int(note.split(":")[1]) for note in traced.program.notes if "this check of values is left out" in note]
-    assert lines == [first + offset for offset in (0, 2, 3, 5, 6, 9)]
+    assert lines == [first + offset for offset in (0, 2, 3, 5, 6, 9, 11, 12, 13)]
     targets = [op.target for layer in traced.program.layers for op in layer.ops]
     assert not any("max" in target or "isfinite" in target for target in targets), targets
 

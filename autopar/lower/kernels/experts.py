@@ -133,7 +133,9 @@ def _spread(shards: Shards, ids: Tensor, reads: Sequence[Tensor], num_local: int
         num_local: experts of one device.
         compute: given `ids` and `reads` of the tokens that come to this device.
     """
-    if not shards.axes:
+    if not shards.axes:  # one device has all experts: nothing travels, with the same pauses
+        yield
+        yield
         return compute(ids, reads)
     axis = shards.axes[0]
     inner = Shards(shards.communicator, shards.axes[1:])
