@@ -180,6 +180,12 @@ class CallForm:
             for read in self.reads
         ]
 
+    @property
+    def inputs_text(self) -> str:
+        """The tensors by name, as they came."""
+        types = map(_type_text, self.shapes, self.dtypes)
+        return ", ".join(f"{name} {text}" for name, text in zip(self.names, types, strict=True))
+
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``args, kwargs`` for the model's forward, with `tensors` in place of the example's."""
         bound = inspect.BoundArguments(self.model_signature, rebuild(self.structure, tensors))
