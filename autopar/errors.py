@@ -103,8 +103,12 @@ class CompilerError(AutoparError):
     """Compiled layers were requested, but there is no compiler."""
 
 
-class InfeasibleError(AutoparError):
-    """No plan fits in memory.  The message names the smallest memory that would suffice, and what fills it."""
+class InfeasibleError(AutoparError, RuntimeError):
+    """No plan fits in memory.  The message names the smallest memory that would suffice, and what fills it.
+
+    It is a RuntimeError whose text has "out of memory.", as an allocator's has: who retries with a smaller batch after
+    that (accelerate's ``find_executable_batch_size``) does so after this, too.
+    """
 
 
 class HostMemoryError(InfeasibleError):

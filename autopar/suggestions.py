@@ -1,11 +1,17 @@
-"""Suggestions for messages about unknown names."""
+"""Parts of messages: suggestions for unknown names, and kinds of values."""
 
 import difflib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["suggest", "suggest_path"]
+__all__ = ["kind_of", "suggest", "suggest_path"]
+
+
+def kind_of(value: object) -> str:
+    """``"an int"``, ``"a Tensor"``: the class of `value` with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

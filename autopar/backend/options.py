@@ -32,7 +32,7 @@ from autopar.errors import BackendError
 from autopar.planning.arguments import read_constraints
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.search.constraints import spell_out
-from autopar.suggestions import suggest
+from autopar.suggestions import kind_of, suggest
 
 __all__ = ["Options", "read_options"]
 
@@ -83,7 +83,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
             raise BackendError(f"option {name!r} is none of {', '.join(names)}{suggest(str(name), names)}")
     mesh = given.get("mesh")
     if not isinstance(mesh, DeviceMesh):
-        said = "no mesh is given" if mesh is None else f"options['mesh'] is a {type(mesh).__name__}"
+        said = "no mesh is given" if mesh is None else f"options['mesh'] is {kind_of(mesh)}"
         raise BackendError(
             f"{said}: after dist.init_process_group() write mesh = init_device_mesh('cuda', (dist.get_world_size(),)) "
             "(from torch.distributed.device_mesh; 'cpu' without GPUs) and "

@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError, DeadlineError, QuestionError
+from autopar.errors import AutoparError, DeadlineError, InfeasibleError, QuestionError
 from autopar.explain.planner import Planner
-from autopar.explain.question import Question, change
+from autopar.explain.question import Question, change, check_varied
 from autopar.plan import Plan
 from autopar.progress import phase
 from autopar.search.plan_selection import preferred_s
 
 __all__ = [
     "Alternative", "alternative_before", "efficiencies", "faster", "forced_choices", "sweep", "sweep_questions",
+    "what_if",
 ]  # fmt: skip
 
 _ROUNDING = 1e-6  # relative: sums in another order differ by less
@@ -41,7 +42,23 @@ def _alternative(
     except DeadlineError:
         return Alternative(name, problem=late)
     except AutoparError as error:
-        return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
+        return Alternative(name, problem=_in_short(error))
+
+
+def _in_short(error: AutoparError) -> str:
+    return f"{type(error).__name__}: {str(error).split('. ')[0]:.90}"
+
+
+def what_if(planner: Planner, text: str, question: Question) -> Alternative:
+    """The best plan for `question`, which is another one with the change `text`; or why nothing fits.
+
+    Raises:
+        AutoparError: the question can't be used.
+    """
+    try:
+        return Alternative(text, planner.answer(question).plan)
+    except InfeasibleError as error:
+        return Alternative(text, problem=_in_short(error))
 
 
 def alternative_before(planner: Planner, question: Question, text: str, deadline: float) -> Alternative:
@@ -70,6 +87,7 @@ def sweep_questions(
     if is_weak and name != "nodes":
         raise QuestionError(f"--sweep {text!r} --weak: a batch grows with nodes; write --sweep nodes=1,2,4,8 --weak")
     questions = [(value, change(question, f"{name}={value}")) for value in values.split(",")]
+    check_varied(name, f"--sweep {text!r}")
     if is_weak:
         rows = planner.program(question).batch_size
         questions = [(value, _with_rows_of(question, changed, rows)) for value, changed in questions]

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from autopar.cost import Profile
 from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
 from autopar.explain.question import Question, parse_cluster
+from autopar.output_stream import checked_output
 from autopar.progress import shown
 
-__all__ = ["add_question", "check_writable", "read_profile", "read_question", "run_command", "write_text"]
+__all__ = [
+    "add_question", "check_writable", "read_profile", "read_question", "read_seconds", "run_command", "write_text",
+]  # fmt: skip
+
+
+_EXAMPLES = {"--save": "plan.json", "--edit": "plan.json", "--html": "report.html", "--trace": "trace.json"}
 
 
 def run_command(
@@ -24,14 +32,22 @@ def run_command(
     """The exit status: that of `run`, or 1 with one line on standard error for what a user can mend."""
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], parser.format_help().split(), 1)
-        parser.error(f"there is no {unknown[0]}" + (f": did you mean {near[0]}?" if near else ": see --help"))
-    try:
-        with shown():
-            return run(options)
-    except AutoparError as error:
-        sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
-        return 1
+        parser.error(_unknown(parser, unknown[0]))
+    with checked_output(parser.prog) as output:
+        try:
+            with shown():
+                output.status = run(options)
+        except AutoparError as error:
+            sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
+            output.status = 1
+    return output.status
+
+
+def _unknown(parser: argparse.ArgumentParser, text: str) -> str:
+    if not text.startswith("-"):
+        return f"{text!r} is one argument too many: name one target, and write what has spaces in quotes"
+    near = difflib.get_close_matches(text, re.findall(r"--[a-z-]+", parser.format_help()), 1)
+    return f"there is no {text}" + (f": did you mean {near[0]}?" if near else ": see --help")
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +77,21 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def read_seconds(text: str) -> float:
+    """An argument that is a time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is negative, or no number.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if math.isnan(seconds) or seconds < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write one, such as 30, or 0 for none")
+    return seconds
+
+
 def read_question(options: argparse.Namespace) -> Question:
     """What was asked.
 
@@ -71,7 +102,7 @@ def read_question(options: argparse.Namespace) -> Question:
         raise QuestionError("name a model (file.py:factory, config.json ...) and the devices: --cluster 8x8xh100")
     if options.cluster is None:
         raise QuestionError("name the devices: --cluster 8x8xh100 (nodes x devices per node x device)")
-    if options.weak and not options.sweep:
+    if options.weak and options.sweep is None:
         raise QuestionError("--weak says how the batch of a sweep grows: --sweep nodes=1,2,4,8 --weak")
     return Question(
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
@@ -92,8 +123,8 @@ def read_profile(path: str | None, question: Question) -> Profile | None:
         profile = load_profile(path)
     except (ProfileError, MissingPriceError) as error:
         raise QuestionError(
-            f"--profile {path!r} is not a readable profile: measure one on such a device with "
-            f"python -m autopar.profile --output {path}"
+            f"--profile {path!r} is not a readable profile ({error.__cause__ or error}): measure one on such a device "
+            "with python -m autopar.profile --output profile.json"
         ) from error
     if not question.cluster.has(profile.device):
         raise QuestionError(
@@ -103,18 +134,52 @@ def read_profile(path: str | None, question: Question) -> Profile | None:
     return profile
 
 
-def check_writable(paths: Iterable[str]) -> None:
+def check_writable(options: argparse.Namespace, *names: str) -> None:
     """Say before a search, not after it, what can't be written.
 
+    Args:
+        options: of the command.
+        names: those of `options` that are paths of files to write, if they are given.
+
     Raises:
-        QuestionError: a path is a folder, or in none.
+        QuestionError: a path is a folder, or in none, or can't be written, or is that of a file that is read.
     """
-    for path in paths:
+    written = {f"--{name}": getattr(options, name) for name in names if getattr(options, name) is not None}
+    for place, (name, path) in enumerate(written.items()):
+        if not path:
+            raise QuestionError(f"{name} '' names no file: write a path, such as {name} {_EXAMPLES[name]}")
         if Path(path).is_dir():
             raise QuestionError(f"{path!r} is a folder: name a file in it, such as {str(Path(path) / 'report.html')!r}")
+        for other, taken in [*_files_read(options).items(), *[*written.items()][:place]]:
+            if Path(path).absolute() == Path(taken).absolute() or _is_same_file(path, taken):
+                raise QuestionError(f"{name} {path!r} would overwrite what {other} names: name another file")
         if not Path(path).absolute().parent.is_dir():
             folder = str(Path(path).parent)
             raise QuestionError(f"{path!r} can't be written: there is no folder {folder!r}; make it first")
+        try:
+            _try_to_write(Path(path))
+        except OSError as error:
+            raise QuestionError(f"{path!r} can't be written: {error.strerror}. Name another file") from error
+
+
+def _files_read(options: argparse.Namespace) -> dict[str, str]:
+    """The files that a command reads, by the options that name them."""
+    target = options.target or ""
+    read = {"the target": target if target.endswith(".json") else target.rpartition(":")[0]}
+    read |= {f"--{name}": getattr(options, name, None) for name in ("cluster", "profile", "lengths", "documents")}
+    return {name: path for name, path in read.items() if path and Path(path).is_file()}
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return Path(path).is_file() and Path(other).is_file() and Path(path).samefile(other)
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise OSError where `path` can't be written; nothing is written, and no file is made."""
+    if path.exists():
+        path.open("a").close()
+    else:
+        TemporaryFile(dir=path.absolute().parent).close()
 
 
 def write_text(path: str, text: str) -> None:

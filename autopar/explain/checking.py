@@ -114,10 +114,12 @@ def load_plan(path: str) -> Plan:
         QuestionError: there is no such file.
         PlanFormatError: it is no plan.
     """
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise QuestionError(
             f"plan {path!r} can't be read: there is no such file; write one with TARGET --cluster ... --save {path}"
         )
+    if not Path(path).is_file():
+        raise QuestionError(f"plan {path!r} can't be read: it is no file; name one that --save wrote")
     return Plan.load(path)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import QuestionError
-from autopar.explain.alternatives import Alternative, forced_choices, sweep, sweep_questions
+from autopar.explain.alternatives import forced_choices, sweep, sweep_questions, what_if
 from autopar.explain.arguments import (
     add_question,
     check_writable,
     read_profile,
     read_question,
+    read_seconds,
     run_command,
     write_text,
 )
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--check", metavar="PLAN", help="check and price a saved (perhaps edited) plan against the best one")
     add("--rehearse", action="store_true", help="with --check: run it on simulated ranks and compare with one device")
-    add("--why-seconds", type=float, default=18.0, help="time for pricing other choices (0: none; default: 18)")
+    add("--why-seconds", type=read_seconds, default=18.0, help="time for pricing other choices (0: none; default: 18)")
     add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
     add("--trace", metavar="TRACE", help="write the simulated step for https://ui.perfetto.dev")
     add("--formulas", action="store_true", help="also print what prices each op, as formulas of degrees")
@@ -93,50 +94,77 @@ def _run(options: argparse.Namespace) -> int:
         return _show_plan(options, printer, load_plan(options.target))
     question = read_question(options)
     planner = Planner(options.target, read_profile(options.profile, question))
-    if options.sweep and not options.html:
+    if options.sweep is not None and options.html is None:
         return _show_sweep(options, printer, planner, question)
-    if options.edit:
+    if options.edit is not None:
         return _edit(options, printer, planner, question)
-    if options.check:
+    if options.check is not None:
         return _check(options, printer, planner, question)
     return _explain(options, printer, planner, question)
 
 
 def _check_combination(options: argparse.Namespace) -> None:
     """Refuse options that would be passed over."""
-    given = [name for name in ("edit", "check", "diff") if getattr(options, name)]
+    given = [name for name in ("edit", "check", "diff") if getattr(options, name) is not None]
     if len(given) > 1:
         raise QuestionError(f"--{given[0]} and --{given[1]} are two questions: ask one after the other")
-    if options.set and not options.edit:
+    if options.set and options.edit is None:
         raise QuestionError(f"--set changes a plan: name it with --edit plan.json --set {options.set[0]!r}")
-    if options.rehearse and not options.check:
+    if options.rehearse and options.check is None:
         raise QuestionError("--rehearse runs a plan: name it with --check plan.json --rehearse")
     if options.profile and options.cluster is None:
         raise QuestionError(
             f"--profile {options.profile} prices plans for devices: name them with --cluster 8x8xh100, and a model"
         )
-    written = [path for path in (options.save, options.html, options.trace, options.edit) if path]
+    written = [path for path in (options.save, options.html, options.trace, options.edit) if path is not None]
     if written and options.target and options.cluster is None:
         raise QuestionError(
             f"to write {written[0]}, name a model and the devices: TARGET --cluster 8x8xh100 (a saved plan knows no "
             "model; its page comes with TARGET --cluster ... --check plan.json --html page.html)"
         )
-    check_writable(written)
+    _check_all_read(options)
+    check_writable(options, "save", "html", "trace", "edit")
+
+
+_QUESTION = frozenset({
+    "target", "cluster", "batch", "seq", "memory", "constraint", "optimizer", "precision", "compile", "imbalance",
+    "documents", "lengths", "profile", "json", "why_seconds",
+})  # fmt: skip
+
+
+def _check_all_read(options: argparse.Namespace) -> None:
+    """Refuse options that the answer to this question does not depend on."""
+    if options.diff is not None:
+        what, read = "--diff", {"diff", "json"}
+    elif options.target and options.target.endswith(".json") and options.cluster is None:
+        what, read = f"a saved plan without --cluster ({options.target})", {"target", "json"}
+    elif options.edit is not None:
+        what, read = "--edit", _QUESTION | {"edit", "set"}
+    elif options.check is not None:
+        what, read = "--check", _QUESTION | {"check", "rehearse", "html", "trace", "save"}
+    elif options.sweep is not None and options.html is None:
+        what, read = "--sweep (without --html)", _QUESTION | {"sweep", "weak"}
+    else:
+        return
+    defaults = vars(_parser().parse_args([]))
+    for name, value in vars(options).items():
+        if name not in read and value != defaults[name]:
+            flag = "a target" if name == "target" else f"--{name.replace('_', '-')}"
+            raise QuestionError(f"{flag} changes nothing for {what}: leave it out, or ask for it apart")
 
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
     questions = [(text, change(question, text)) for text in options.what_if]  # wrong ones are said at once
-    others: list[Callable[[], Any]] = [partial(_plan, planner, changed) for _, changed in questions]
-    if options.sweep:
+    others: list[Callable[[], Any]] = [partial(what_if, planner, *each) for each in questions]
+    if options.sweep is not None:
         others.append(partial(sweep, planner, sweep_questions(planner, question, options.sweep, is_weak=options.weak)))
     planner.program(question)  # once for all
     answer, *answers = call_in_parallel(partial(planner.answer, question), others)
-    rows = answers.pop() if options.sweep else ()
+    rows = answers.pop() if options.sweep is not None else ()
     # Here and not in a copy of this process: much of what they need is known from the search before.
     why_s = options.why_seconds
     forced = forced_choices(planner, question, answer.plan, why_s) if why_s > 0 else ()
-    what_if = tuple(Alternative(text, plan) for (text, _), plan in zip(questions, answers, strict=True))
-    findings = Findings(options.target, answer, explain(answer), forced, what_if, (options.sweep or "", rows))
+    findings = Findings(options.target, answer, explain(answer), forced, tuple(answers), (options.sweep or "", rows))
     if options.json:
         printer.json(describe_findings(findings))
     else:
@@ -145,10 +173,6 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, qu
             printer.line(describe_formulas(answer))
     _write_files(options, findings)
     return 0
-
-
-def _plan(planner: Planner, question: Question) -> Plan:
-    return planner.answer(question).plan
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:

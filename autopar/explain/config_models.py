@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,8 @@ _FACTORY = "Write a file with a factory that returns (model, example_inputs) and
 _AUTO_NAMES = {"ConditionalGeneration": "Seq2SeqLM"}
 _LABEL_PER_TOKEN = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification")
 _LABEL_PER_ROW = ("SequenceClassification", "ImageClassification")
+# Tensors, not their entries: 61 layers of 384 experts (Kimi K2) have 70,000, and building 100,000 takes 30 s.
+_MOST_PARAMETERS = 100_000
 _TEXT_TOKENS = 77  # of the prompts that denoisers are conditioned on, where nobody says: CLIP's text encoder has 77
 
 
@@ -53,8 +56,10 @@ def model_of_config(
         raise QuestionError(f"{str(path)!r} says nothing of the batch: add --batch 64 (rows of the global batch)")
     make = _transformer if library == "transformers" else _denoiser
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _limited_size(path):
             model, recipe = make(package, data, path)
+    except QuestionError:
+        raise
     except Exception as error:  # a config is anybody's file, and the library raises what it happens to meet
         code = " without the code that its auto_map names, which is never run" if "auto_map" in data else ""
         kind = f"model_type {data['model_type']!r:.40}" if "model_type" in data else f"{data['_class_name']!r:.40}"
@@ -70,6 +75,31 @@ def model_of_config(
     inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(request))
     written = ", ".join(f'"{name}": {_literal(value)}' for name, value in inputs.items())
     return model, inputs, f"{recipe}; inputs = {{{written}}}"
+
+
+@contextmanager
+def _limited_size(path: Path) -> Generator[None]:
+    """Inside a model is built, which a typing error in a number of layers would have go on for hours.
+
+    Raises:
+        QuestionError: it has more parameters than any model.
+    """
+    count = 0
+
+    def see(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_PARAMETERS:
+            raise QuestionError(
+                f"{str(path)!r} has more than {_MOST_PARAMETERS:,} weights and biases: look for a number in it that is "
+                f"too large, such as that of layers or experts. {_FACTORY}"
+            )
+
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _literal(value: Any) -> str:

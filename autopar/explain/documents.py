@@ -28,9 +28,13 @@ def describe_findings(findings: Findings) -> dict[str, Any]:
         "explanation": asdict(findings.explanation),
         "forced": [_describe_forced(row) for row in findings.forced],
         "what_if": [
-            {"changed": row.change, "plan": describe_plan(row.plan), "difference": describe_difference(plan, row.plan)}
+            {
+                "changed": row.change,
+                "plan": describe_plan(row.plan) if row.plan else None,
+                "difference": describe_difference(plan, row.plan) if row.plan else None,
+                "problem": row.problem,
+            }
             for row in findings.what_if
-            if row.plan
         ],
     }
     return data | (describe_sweep(findings.sweep[1]) if findings.sweep[0] else {})

@@ -12,6 +12,7 @@ from autopar.explain.arguments import (
     check_writable,
     read_profile,
     read_question,
+    read_seconds,
     run_command,
     write_text,
 )
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_question(parser)
     parser.add_argument(
-        "--seconds", type=float, default=_BUDGET_S,
+        "--seconds", type=read_seconds, default=_BUDGET_S,
         help="time for beginning searches for what would help (0: none; default: %(default)g)",
     )  # fmt: skip
     return run_command(parser, arguments, _run)
@@ -53,15 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     question = read_question(options)
-    check_writable([options.save] if options.save else [])
+    check_writable(options, "save")
     planner = Planner(options.target, read_profile(options.profile, question))
-    values = options.sweep and sweep_questions(planner, question, options.sweep, is_weak=options.weak)
+    values = () if options.sweep is None else sweep_questions(planner, question, options.sweep, is_weak=options.weak)
     printer = Printer()
     advice = advise(planner, question, options.seconds)
     if options.save:
         write_text(options.save, advice.answer.plan.to_json())
     for line in advice_lines(advice, options.save):
         printer.line(line)
-    if values:
+    if values and options.sweep is not None:
         printer.table(sweep_table(options.sweep, sweep(planner, values)))
     return 0

@@ -12,11 +12,13 @@ from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
 from autopar.planning.expectations import Expectations, read_expectations
 from autopar.planning.length_plans import read_distribution
+from autopar.search.constraints import CONSTRAINT_WORDS
 
-__all__ = ["Question", "change", "parse_cluster"]
+__all__ = ["Question", "change", "check_varied", "parse_cluster"]
 
 _RATE_UNITS = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Gb/s": 1e9 / 8}
 _NODES = r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([A-Za-z][\w-]*)"
+_NAMES = ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance", "documents", "lengths")
 _LINKS = {"inter": "between", "between": "between", "intra": "within", "within": "within"}
 
 
@@ -76,6 +78,7 @@ def parse_cluster(text: str) -> Cluster:
                 "8x8xh100, or a file with Cluster.save"
             )
         return Cluster.load(text)
+    text = text.strip()  # as from a file that was read in
     match = re.fullmatch(_NODES, text)
     if match is None and all(re.fullmatch(_NODES, part.strip()) for part in re.split(r"[+,;&]", text)):
         raise QuestionError(
@@ -128,14 +131,20 @@ def change(question: Question, text: str) -> Question:
         return changed
     if name == "compile":
         return replace(question, compile=_yes_or_no(text, value))
-    if near := difflib.get_close_matches(
-        name,
-        ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance", "documents", "lengths"),
-        1,
-        0.75,
-    ):
+    if near := difflib.get_close_matches(name, _NAMES, 1, 0.75):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
+    check_varied(name, repr(text))
     return replace(question, constraints=(*question.constraints, text))
+
+
+def check_varied(name: str, text: str) -> None:
+    """Raise QuestionError, about `text`, unless there is something called `name` that can vary."""
+    key = name.rpartition(":")[2].strip().lower()
+    if not name.startswith("link.") and key not in (*_NAMES, "precision", *CONSTRAINT_WORDS):
+        raise QuestionError(
+            f"{text}: {key!r} is nothing that can vary: there are {', '.join(_NAMES)}, precision, link.inter, "
+            "link.intra, and constraints such as tensor, zero or recompute"
+        )
 
 
 def _yes_or_no(text: str, value: str) -> bool:

@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -106,11 +108,8 @@ def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
         sys.path.insert(0, "")
         try:
-            return importlib.import_module(place)
-        except ImportError as error:
-            raise QuestionError(
-                f"module {place!r} can't be imported: {error}. For a file write file.py:factory"
-            ) from error
+            with _explained(place, "was imported", "put what it runs under if __name__ == '__main__'"):
+                return _import_module(place)
         finally:
             sys.path.remove("")
     path = Path(place)
@@ -122,10 +121,46 @@ def _import(place: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        with _explained(place, "was imported", "put what it runs under if __name__ == '__main__'"):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     return module
+
+
+def _import_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise QuestionError(f"module {place!r} can't be imported: {error}. For a file write file.py:factory") from error
+
+
+@contextmanager
+def _explained(text: str, what: str, instead: str) -> Generator[None]:
+    """Inside is the user's own code.
+
+    Raises:
+        QuestionError: it failed, or ended the process; the message names its line.
+    """
+    try:
+        yield
+    except QuestionError:
+        raise
+    except SystemExit as error:
+        raise QuestionError(f"{text!r} ended the process ({error.code}) when it {what}: {instead}") from error
+    except Exception as error:  # whatever the user's code raises
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        where = next((f" at {each.filename}:{each.lineno}" for each in reversed(frames) if _is_users(each)), "")
+        raise QuestionError(
+            f"{text!r} failed{where} when it {what}: {type(error).__name__}: {error!s:.300}. Call it "
+            "in Python to see more"
+        ) from error
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is neither of an installed package nor of Python's own."""
+    others = ("<", sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
+    return not frame.filename.startswith(others) and "site-packages" not in frame.filename
 
 
 def _parameters(text: str, factory: Any) -> Mapping[str, inspect.Parameter]:
@@ -162,7 +197,8 @@ def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | No
             f"{text!r} takes {', '.join(known) or 'no arguments'}: give it parameters batch and seq for --batch and "
             "--seq to go to, or leave these out"
         )
-    made: Any = factory(**given)
+    with _explained(text, "was called", "return a model, or (model, example_inputs)"):
+        made: Any = factory(**given)
     called = f"{text.rpartition(':')[2]}({', '.join(f'{name}={value}' for name, value in given.items())})"
     pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(pair) == 2 and isinstance(pair[0], nn.Module):

@@ -59,6 +59,9 @@ class Printer:
         for row in findings.what_if:
             if row.plan is not None:
                 self.difference(f"What if {row.change}", plan, row.plan)
+            else:
+                self._title(f"What if {row.change}")
+                self.line(f"no plan: {row.problem}")
         if findings.sweep[0]:
             self.table(sweep_table(*findings.sweep))
         self._confidence(explanation, plan)

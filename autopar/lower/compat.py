@@ -50,6 +50,7 @@ __all__ = [
     "make_mesh",
     "map_leaves",
     "module_tables",
+    "named_plain",
     "named_tensors",
     "native_functions",
     "not_compiled",
@@ -259,12 +260,22 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors of a call with the arguments that they are in: ``"argument 0"``, ``"labels"``, ``"batch['ids']"``."""
+    return [(name, leaf) for name, leaf in _named_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+
+
+def named_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, float | str]]:
+    """The numbers, flags and text of a call, named like its tensors."""
+    if all(isinstance(x, Tensor) for x in (*args, *kwargs.values())):  # as most calls are; spares a walk
+        return []
+    return [(name, leaf) for name, leaf in _named_leaves(args, kwargs) if isinstance(leaf, int | float | str)]
+
+
+def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     named = [(f"argument {i}", x) for i, x in enumerate(args)] + list(kwargs.items())
     return [
         (name + pytree.keystr(path), leaf)
         for name, value in named
         for path, leaf in pytree.tree_leaves_with_path(value)
-        if isinstance(leaf, Tensor)
     ]
 
 

@@ -134,7 +134,7 @@ def _ring_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     devices.
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
-    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
     wide = "float64" if dtype == "float64" else "float32"
     sends = [
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
@@ -182,7 +182,7 @@ def _document_ring(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
     wide = "float64" if dtype == "float64" else "float32"
-    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
     growth = _shared_parts(op, operands)
     exchanges = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
     exchanges += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
@@ -228,7 +228,7 @@ def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[
 
 def _window_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Rows of keys and values are sent to the next device, and their gradients back."""
-    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
     count = max(0, _window(op) - 1) * both
     sends = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
     return tuple(sends) if count else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -51,7 +52,7 @@ def read_bytes(memory: float | str) -> float:
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", memory)
         number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
-    if unit not in _UNITS or not number > 0:
+    if unit not in _UNITS or not 0 < number < math.inf:
         raise ConstraintError(
             f"memory={memory!r:.80} is not an amount of memory: write bytes as a number, or text such as "
             "'70GiB' or '80GB'"

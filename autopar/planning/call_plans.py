@@ -289,7 +289,7 @@ class CallPlanner:
                 known = check_known(replace(first, decisions=decisions), program, self._prices, request)
                 return replace(known, other_calls=())
         is_like_first = first_program.training == program.training and not part
-        made = [(each.program.batch_size, each.plan) for each in like]
+        made = [(each.program.batch_size, each.plan) for each in like if each.program.batch_size]  # none: fits anything
         # Lengths were shared out by the plan of a family that is for rows of this length.  Then what the user asked for
         # comes first; what was found for other calls may have left a constraint unmet.
         own = [(first_program.batch_size, first)]

@@ -78,11 +78,17 @@ def trace_model(
 
     Raises:
         ModelError: a tensor that training changes shares memory with another one.
+        ExampleInputsError: the batch has no rows, so there is nothing to plan for.
     """
     traced = trace(
         model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type,
         needs=LayerNeeds(count=num_layers),
     )  # fmt: skip
+    if not traced.program.batch_size:
+        raise ExampleInputsError(
+            "the example inputs have a batch of 0 rows, for which nothing can be planned: pass one as the training "
+            "loop does (later calls may have 0 rows)"
+        )
     check_memory(model, {traced.program.parameters[buffer] for buffer in traced.program.updates})
     return require_target(model, traced) if training else traced
 

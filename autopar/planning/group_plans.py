@@ -179,7 +179,8 @@ def plans_of_other_calls(
     if plan.prediction.lengths.nests and not planner.can_nest(kinds):
         raise InfeasibleError(
             f"devices are in several groups of a step, and calls with the inputs {list(ones[0].inputs)} have no plans "
-            "whose parts of parameters fit in memory together: pass the inputs of the example in every step"
+            "whose parts of parameters fit in memory together, so a step would run out of memory. Pass the inputs of "
+            "the example in every step"
         )
     return tuple(kind.plan for kind in kinds)
 
@@ -288,7 +289,7 @@ class _GroupPlanner:
             room = plan.peak_memory_bytes * (1 + group_request.memory_error) - excess_bytes / num_stages
             group_request = replace(group_request, memory_limit_bytes=max(1.0, room))
         tokens = one.type_of(one.inputs[0]).shape[1]
-        raise InfeasibleError(f"{num_stages} rows of {tokens} tokens in flight don't fit in memory")
+        raise InfeasibleError(f"{num_stages} rows of {tokens} tokens in flight would run out of memory.")
 
     def _excess_bytes(self, one: Program, plan: Plan) -> float:
         """The bytes by which the rows in flight may exceed the memory limit; negative if they fit."""

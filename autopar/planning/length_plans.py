@@ -40,6 +40,7 @@ from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
 from autopar.step.variants import as_decided
+from autopar.suggestions import kind_of
 
 __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
 
@@ -66,7 +67,7 @@ def read_distribution(given: object) -> Lengths | None:
             return Lengths.clips(counts)
         return Lengths.histogram(counts)
     raise LengthError(
-        f"lengths is a {type(given).__name__}: pass autopar.balance.Lengths, such as Lengths.of(list_of_lengths), the "
+        f"lengths is {kind_of(given)}: pass autopar.balance.Lengths, such as Lengths.of(list_of_lengths), the "
         "path of a file with one length a line, or {length: how many}, or {autopar.balance.Clip(...): how many}"
     )
 

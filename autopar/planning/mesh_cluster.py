@@ -22,6 +22,7 @@ from autopar.errors import MeshError
 from autopar.lower.communication.consensus import agree, share
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.progress import phase
+from autopar.suggestions import kind_of
 
 __all__ = ["Place", "check_places", "mesh_cluster", "mesh_prices", "read_cluster"]
 
@@ -105,7 +106,5 @@ def read_cluster(cluster: object) -> Cluster:
     if isinstance(cluster, DeviceMesh):
         return Cluster.from_mesh(cluster)
     if not isinstance(cluster, Cluster):
-        raise MeshError(
-            f"cluster is a {type(cluster).__name__}: pass a DeviceMesh, or a Cluster, such as Cluster.of('h100')"
-        )
+        raise MeshError(f"cluster is {kind_of(cluster)}: pass a DeviceMesh, or a Cluster, such as Cluster.of('h100')")
     return cluster

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
+from autopar.suggestions import kind_of
 
 __all__ = ["is_first_rank", "mesh_ranks"]
 
@@ -21,7 +22,7 @@ def mesh_ranks(mesh: Any) -> list[int]:
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
+            f"mesh is {kind_of(mesh)}: pass a DeviceMesh, for instance "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
         )
     here = torch.accelerator.current_accelerator(check_available=True)

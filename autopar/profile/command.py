@@ -21,6 +21,7 @@ from autopar.cost.measure.missing import Progress, load_shared, measure_missing,
 from autopar.cost.measure.ranks import share_text
 from autopar.cost.profile import Profile
 from autopar.errors import AutoparError, ProfileError
+from autopar.output_stream import checked_output
 from autopar.profile.command_options import matching_keys, read_axes, read_budget, read_dtypes, read_output
 from autopar.profile.processes import choose_device, is_first_here, open_processes
 from autopar.profile.table import print_probes, print_profile
@@ -88,6 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 0, or 1 with one line on standard error for errors of users."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    with checked_output(parser.prog) as output:
+        output.status = _answer(parser.prog, options)
+    return output.status
+
+
+def _answer(program: str, options: argparse.Namespace) -> int:
     prints_errors = True  # each process reports a missing device; later errors are the same on all processes
     try:
         if options.show:
@@ -98,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, device)
     except AutoparError as error:
         if prints_errors:
-            sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"{program}: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
         if is_first_here():

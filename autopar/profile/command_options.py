@@ -107,6 +107,8 @@ def read_output(text: str | None, default: Path) -> Path:
     """
     if text is None:
         return default
+    if not text:
+        raise ProfileError("--output '' names no file: write a path, such as --output profile.json")
     path = Path(text).expanduser()
     if path.is_dir():
         raise ProfileError(f"--output {text} is a folder: name a file in it, such as {path / 'profile.json'}")

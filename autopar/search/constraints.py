@@ -53,8 +53,8 @@ from autopar.step.activation_policies import policy_names
 from autopar.suggestions import suggest
 
 __all__ = [
-    "DEGREES", "HOST_STORAGE", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns",
-    "demands_on", "parse_constraints", "spell_out",
+    "CONSTRAINT_WORDS", "DEGREES", "HOST_STORAGE", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees",
+    "check_patterns", "demands_on", "parse_constraints", "spell_out",
 ]  # fmt: skip
 
 DEGREES = ("data", "tensor", "sequence", "context", "expert")
@@ -76,6 +76,8 @@ WORDS = {
     "fsdp": "data",
 }  # fmt: skip
 """What people type -> the key; ``fsdp`` is ``zero=3`` as well, and needs no degree."""
+CONSTRAINT_WORDS = tuple(dict.fromkeys((*_GLOBAL, *_SCOPED, *WORDS)))
+"""All that may stand before ``=``."""
 ConstraintValue = int | str | tuple[int, ...] | tuple[str, ...]
 
 
@@ -179,6 +181,9 @@ def spell_out(text: str) -> tuple[str, ...]:
 def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, ConstraintValue]:
     key, separator, value = text.partition("=")
     if "=" in value:
+        if re.search(r"[=<>!]=|=>|=<", whole_text):
+            once = re.sub(r"[=<>!]=|=[<>]", "=", whole_text)
+            raise ConstraintError(f"constraint {whole_text!r:.80}: values are set by one '=': write {once!r:.80}")
         each = whole_text.replace(",", " ").split()
         raise ConstraintError(f"constraint {whole_text!r:.80} is more than one: write a text for each, as in {each}")
     if key not in keys:

@@ -200,5 +200,5 @@ def host_shortage(plan: Plan, prices: Prices) -> str:
     )
     return (
         f"it offloads {needed / 2**30:.6g} GiB per device to the host's memory, of which a device has "
-        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): {advice}"
+        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes), and would run out of memory. To fit, {advice}"
     )

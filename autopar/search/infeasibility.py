@@ -36,8 +36,8 @@ def describe_infeasible(
     pipeline = f"with {_describe_pipeline(smallest)}" if smallest else "no pipeline was considered"
     if known is None:
         return InfeasibleError(
-            f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: {pipeline}. Use more devices or microbatches, "
-            "a smaller batch, or leave out constraints on the pipeline"
+            f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: {pipeline}, so a step would run out of "
+            "memory. Use more devices or microbatches, a smaller batch, or leave out constraints on the pipeline"
         )
     needed, parts, decisions = known
     has_rows = searched[0].candidates.context.program.batch_size > decisions.num_microbatches
@@ -46,8 +46,8 @@ def describe_infeasible(
     return InfeasibleError(
         f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest needs "
         f"{needed / _GIB:.6g} GiB "
-        f"({filling} GiB) on {decisions.world_size} devices with {decisions.num_microbatches} microbatches. "
-        f"{_advise(parts, has_rows)}{blockers}" + (f" ({pipeline})" if smallest else "")
+        f"({filling} GiB) on {decisions.world_size} devices with {decisions.num_microbatches} microbatches, and would "
+        f"run out of memory. {_advise(parts, has_rows)}{blockers}" + (f" ({pipeline})" if smallest else "")
     )
 
 

@@ -224,6 +224,6 @@ def _refuse(shortages: Sequence[str], refused: Sequence[PlanCandidate], memory: 
         allowed_bytes = memory.limit_bytes + memory.batch_bytes
         raise InfeasibleError(
             f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: the smallest pipeline that was "
-            f"simulated needs {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
-            "allow more memory"
+            f"simulated needs {min(too_large) * error / 2**30:.6g} GiB, and would run out of memory. Use more devices "
+            "or microbatches, or allow more memory"
         )

@@ -336,7 +336,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
     if where and not type(cause).__module__.startswith("torch."):
         return ExampleInputsError(
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
-            f"{_inputs_text(form)} and is called as {form.signature_text}"
+            f"{form.inputs_text} and is called as {form.signature_text}"
         )
     return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
 
@@ -346,11 +346,6 @@ def _chain(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     return chain
-
-
-def _inputs_text(form: CallForm) -> str:
-    parts = zip(form.names, form.shapes, form.dtypes, strict=True)
-    return ", ".join(f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts)
 
 
 def _no_tensors(outputs: Structure) -> str:

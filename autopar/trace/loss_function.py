@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
+from autopar.suggestions import kind_of
 from autopar.trace import torch_internals
 from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
 from autopar.trace.tracing import Traced
@@ -182,7 +183,7 @@ def _loss_of(loss_fn: LossFunction, outputs: Any, target: Any) -> Tensor:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(loss, Tensor) or loss.dim():
-        result = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        result = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
         raise LossError(f"loss_fn returns {result}, but training needs one number: return its mean() or sum()")
     return loss
 

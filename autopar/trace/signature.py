@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
+from autopar.suggestions import kind_of
 from autopar.trace import torch_internals
 from autopar.trace.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
 
@@ -65,7 +66,7 @@ def as_batch(inputs: object) -> Sequence[Any] | Mapping[str, Any] | None:
     if inputs is None or (isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str | bytes)):
         return cast("Sequence[Any] | Mapping[str, Any] | None", inputs)
     raise ExampleInputsError(
-        f"example_inputs is a {type(inputs).__name__}: pass one batch as the training loop does, a tensor, a tuple of "
+        f"example_inputs is {kind_of(inputs)}: pass one batch as the training loop does, a tensor, a tuple of "
         "positional arguments, such as (x, y), or a dict of keyword arguments, such as {'input_ids': ids}"
     )
 
@@ -77,13 +78,13 @@ def check_model(model: object) -> None:
         ModelError: it is no module, or parallel already.
     """
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = f"the class {model.__name__}" if isinstance(model, type) else kind_of(model)
         raise ModelError(f"model is {what}: pass an nn.Module, such as Model(config)")
     cut = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), "")
     if cut or isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         why = f", its parameter {cut!r} is a DTensor" if cut else ""
         raise ModelError(
-            f"the model is parallel already: it is a {type(model).__name__}{why}. Pass the model of one device that it "
+            f"the model is parallel already: it is {kind_of(model)}{why}. Pass the model of one device that it "
             "was made from"
         )
 
@@ -180,6 +181,12 @@ class CallForm:
             for read in self.reads
         ]
 
+    @property
+    def inputs_text(self) -> str:
+        """The tensors by name, as they came."""
+        types = map(_type_text, self.shapes, self.dtypes)
+        return ", ".join(f"{name} {text}" for name, text in zip(self.names, types, strict=True))
+
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``args, kwargs`` for the model's forward, with `tensors` in place of the example's."""
         bound = inspect.BoundArguments(self.model_signature, rebuild(self.structure, tensors))
@@ -221,8 +228,7 @@ def _refuse_opaque(structure: Structure) -> None:
                 else "pass its tensors themselves, in tuples, lists, dicts or dataclasses"
             )
             raise ExampleInputsError(
-                f"argument {'.'.join(end.path)!r} is a {type(end.value).__name__}, which a program can't look into: "
-                f"{instead}"
+                f"argument {'.'.join(end.path)!r} is {kind_of(end.value)}, which a program can't look into: {instead}"
             )
 
 

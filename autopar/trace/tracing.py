@@ -39,6 +39,7 @@ from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.loss_output import find_loss
+from autopar.trace.op_dtypes import check_dtypes
 from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
@@ -154,6 +155,7 @@ def trace(
         captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)
+        check_dtypes(graph, form)
         graph = normalize(graph)
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *form.notes, *_dropped_notes(captured.outputs)))
     layers = divide_layers(graph, cut_layers(graph, captured.classes), needs)

@@ -34,9 +34,9 @@ class Model(nn.Module):
         self.second = nn.Linear(16, 8)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """[batch, 8] -> a scalar."""
-        return self.second(self.dropout(self.first(x).relu())).square().mean()
+        return self.second(self.dropout(self.first(x).relu())).square().mean() * scale
 
 
 def train(model: ParallelModule, x: Tensor | None = None) -> None:
@@ -101,6 +101,31 @@ def pass_another_shape(model: ParallelModule, rank: int) -> None:
     train(model, torch.ones(8 - 2 * rank, 8))
 
 
+def pass_another_dtype(model: ParallelModule, rank: int) -> None:
+    train(model, torch.ones(8, 8).to((torch.float32, torch.bfloat16)[rank]))
+
+
+def pass_another_number(model: ParallelModule, rank: int) -> None:
+    for scale in (1.0, 2.0):  # each is planned for on both ranks
+        model(torch.ones(8, 8), scale=scale).backward()
+    model(torch.ones(8, 8), scale=1.0 + rank).backward()
+
+
+def want_a_gradient_of_the_input_alone(model: ParallelModule, rank: int) -> None:
+    train(model, torch.ones(8, 8, requires_grad=rank == 1))
+
+
+def pass_a_tensor_without_values(model: ParallelModule, rank: int) -> None:
+    train(model, torch.ones(8, 8, device="meta" if rank else "cpu"))
+
+
+def clear_gradients_alone(model: ParallelModule, rank: int) -> None:
+    train(model, torch.ones(8, 8))
+    if rank == 1:
+        model.zero_grad()
+    train(model, torch.ones(8, 8))
+
+
 def step_alone(model: ParallelModule, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, torch.ones(8, 8))
@@ -157,6 +182,15 @@ MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     run_backward_again_alone: ("data=2", RankError, "backward 1 through a graph that was retained"),
     clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
     pass_another_batch_to_a_compiled_model: ("data=2", MeshError, "different batches in call 2 of graph"),
+    pass_another_dtype: ("data=2", InputShapeError, r"different dtypes: .*bfloat16.*Convert"),
+    pass_another_number: (
+        "tensor=2",
+        InputShapeError,
+        r"came to training step 5 with scale=1\.0.*scale=2\.0|2\.0.*1\.0",
+    ),
+    want_a_gradient_of_the_input_alone: ("tensor=2", InputShapeError, r"float32 requires_grad"),
+    pass_a_tensor_without_values: ("data=2", InputShapeError, "'x' is on the meta device"),
+    clear_gradients_alone: ("data=2", RankError, "step 4 with gradients of [04] parameters, .* those of [04]"),
     step_alone: ("data=2", RankError, r"\b1 of them, the last one by SGD with lr=0\.1"),
     step_with_another_learning_rate: ("data=2", RankError, r"1 of them, the last one by AdamW with lr=0\.[12], rank"),
     freeze_alone: ("data=2", RankError, "came to training step 1 of 2 parameters"),
@@ -217,10 +251,10 @@ def test_of_two_ranks(tmp_path: Path) -> None:
 class WithFeatures(Model):
     """The same, returning what the loss is made of."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """[batch, 8] -> a scalar, [batch, 8]."""
         features = self.second(self.first(x).relu())
-        return features.square().mean(), features
+        return features.square().mean() * scale, features
 
 
 def read_outputs() -> str:

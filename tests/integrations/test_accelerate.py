@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autopar.errors import TrainerError
-from tests.end_to_end.harness import launch
+from tests.end_to_end.harness import launch, parallelize
 from tests.integrations.test_transformers_trainer import as_torchrun
 
 
@@ -129,3 +129,35 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         partial(check_loop, tmp_path, "staged", ["pipeline=2", "data=2"], "data"),
     )
     assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "four"), expected)
+
+
+def check_batches_that_fit() -> None:
+    """accelerate tries smaller batches until one fits, before the model is parallel and after."""
+    from accelerate.utils import find_executable_batch_size
+
+    tried: list[int] = []
+
+    def half() -> int:
+        return tried[-1] // 2
+
+    @find_executable_batch_size(starting_batch_size=65536, reduce_batch_size_fn=half)
+    def make(rows: int) -> Any:
+        tried.append(rows)
+        batch = (torch.zeros(rows, 12), torch.zeros(rows, dtype=torch.int64))
+        return parallelize(Classifier(), batch, memory="4MiB", constraints="microbatches=1")
+
+    @find_executable_batch_size(starting_batch_size=65536, reduce_batch_size_fn=half)
+    def step(rows: int) -> Tensor:
+        tried.append(rows)
+        return model(torch.ones(rows, 12), torch.zeros(rows, dtype=torch.int64))[0]
+
+    model = make()
+    assert len(tried) > 1
+    tried.clear()
+    step().backward()
+    assert len(tried) > 1
+
+
+@pytest.mark.slow
+def test_batches_are_made_smaller_until_a_plan_fits() -> None:
+    launch(2, check_batches_that_fit)

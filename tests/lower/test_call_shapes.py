@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
+from autopar.errors import ExampleInputsError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run import call_executors
@@ -68,3 +69,30 @@ def test_more_forms_than_are_kept_are_named_once(
 @pytest.mark.parametrize(("name", "constraints"), [("gpt2", ("tensor=2",)), ("flat", ("data=2", "microbatches=2"))])
 def test_random_shapes_train_as_one_device_does(name: str, constraints: tuple[str, ...]) -> None:
     train_on(name, 2, constraints, random_batches(subject(name).inputs, 1, 3, has_lengths=name in TEXTS))
+
+
+@pytest.mark.parametrize("text", ["data=2", "tensor=2", "data=2 zero=3"])
+def test_batches_without_rows_are_as_on_one_device_and_later_ones_are_planned(text: str) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    batches = [{"src": torch.randn(rows, 3, 4)} for rows in (4, 0, 3, 1)]
+    expected = [model(**batch) for batch in batches]
+    traced = autopar.api.trace_model(model, batches[0])
+    plan = quick_search(traced.program, 2, SearchRequest(constraints=tuple(text.split())))
+    planner = planner_for(model, traced, plan, batches, training=True)
+
+    def rank(talk: Communicator) -> list[Tensor]:
+        made = build(model, traced, plan, talk, planner=planner)
+        made.whole_outputs = True
+        outputs = [made(**batch) for batch in batches]
+        outputs[1].sum().backward()
+        return outputs
+
+    for outputs in simulate(2, rank):
+        for found, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_an_example_without_rows_is_refused() -> None:
+    with pytest.raises(ExampleInputsError, match="a batch of 0 rows"):
+        autopar.api.trace_model(nn.Linear(4, 4), (torch.zeros(0, 4),))

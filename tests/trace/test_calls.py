@@ -479,3 +479,29 @@ def test_tensors_that_share_memory_are_refused():
 def test_recurrent_modules_cause_no_warnings(recwarn):
     trace(nn.LSTM(4, 4), (), {"input": torch.randn(3, 2, 4)})
     assert not [str(each.message) for each in recwarn if "during export" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "said"),
+    [
+        ((torch.float64, torch.int64), "linear takes tensors of one dtype, not of float64, float32, float32"),
+        ((torch.int64, torch.int64), "linear takes tensors of one dtype, not of int64, float32, float32"),
+        (
+            (torch.float32, torch.int32),
+            r"cross_entropy_loss takes classes as int64, not as int32: pass labels.long\(\)",
+        ),
+        ((torch.float32, torch.bool), "cross_entropy_loss takes classes as int64, not as bool"),
+    ],
+)
+def test_dtypes_that_fail_in_mid_step_are_found_when_tracing(dtypes, said):
+    class Classifier(Module):
+        def forward(self, x, y):
+            return F.cross_entropy(self.linear(x), y)  # the line of dtypes
+
+    batch = (torch.zeros(4, 8, dtype=dtypes[0]), torch.zeros(4, dtype=dtypes[1]))
+    with pytest.raises(RuntimeError):
+        Classifier()(*batch)
+    line = line_of("the line of dtypes")
+    with pytest.raises(ExampleInputsError, match=rf"test_calls.py:{line}: .*{said}.* It got x \[4, 8\]"):
+        trace(Classifier(), batch, {})
+    assert trace(Classifier(), (X, torch.zeros(4, 8)), {}).program.outputs  # classes as probabilities

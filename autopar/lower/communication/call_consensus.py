@@ -38,7 +38,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
 from autopar.lower.autograd import on_gradient
-from autopar.lower.communication.call_differences import PLANNING, difference, gone_on
+from autopar.lower.communication.call_differences import PLANNING, WITH_GRADIENT, difference, gone_on
 from autopar.lower.communication.consensus import portable
 from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
 from autopar.lower.communication.torch_groups import store_answers
@@ -47,7 +47,7 @@ from autopar.lower.compat import leaves_of
 __all__ = ["PLANNING", "POLL_S", "CallConsensus", "Store"]
 
 T = TypeVar("T")
-Named = Iterable[tuple[str, Tensor]]
+Named = Iterable[tuple[str, Tensor | float | str]]
 
 POLL_S = 1.0  # a collective that takes longer is rare, and a look at the store takes a ten thousandth of it
 _POLL_PER_RANK_S = 2e-4  # looking whether all are there takes a third of that of the store's server
@@ -56,6 +56,7 @@ _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have foun
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
 _NO_STEPS = 0, 0, ""  # how many steps optimizers made, a digest of their hyperparameters, and what the last one was
+_LONGEST = 60  # characters of a plain argument in a record, and in an error
 _FEW = 1024  # entries; of an input that is read in Python there are no more
 _LOGGER = logging.getLogger("autopar")
 
@@ -98,6 +99,8 @@ class CallConsensus:
             they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
         compares_draws: whether ranks must draw the same numbers from these generators.
         is_torn: whether this rank left a call in its middle, so that new process groups are needed.
+        num_gradients: how many parameters have gradients on this rank, to which the next call adds; 0: it adds to none,
+            or ranks may have those of others.
         broken: why no further call is possible; ``""``: it is.
         close: ends what is left in the groups, here and on other ranks.
         renew: opens new ones, when all ranks are there.
@@ -118,6 +121,7 @@ class CallConsensus:
         self.is_in_step = False
         self.compares_draws = True
         self.is_torn = False
+        self.num_gradients = 0
         self.broken = ""
         self.close: Callable[[], None] = lambda: None
         self.renew: Callable[[], None] = lambda: None
@@ -151,8 +155,8 @@ class CallConsensus:
 
         Args:
             kind: what all ranks do now, with a place for its number, such as ``"training step {}"``.
-            prepare: what may fail on bad input, before any collective; gives its result, and inputs by name, which are
-                to be the same on every rank.
+            prepare: what may fail on bad input, before any collective; gives its result, and inputs by name, tensors
+                and numbers, flags or text, which are to be the same on every rank.
             compared_first: inputs that are compared before `prepare` runs; every rank then waits for all others, as in
                 the first call of a kind.
             peers: where inputs are to be the same on some ranks only, a name for these ranks.
@@ -280,17 +284,20 @@ class CallConsensus:
                     "processes and start again"
                 )
             result, named = prepare()
-            tensors = list(named)
+            given = list(named)
+            tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
             digests = {name: digest_of(x) for name, x in tensors}
             record = {
                 "call": self._where, "backward": backward,
-                "forms": [[name, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"] for name, x in tensors],
+                "forms": [[name, _form_of(x)] for name, x in tensors],
+                "plain": {name: _text_of(x) for name, x in given if not isinstance(x, Tensor)},
                 "inputs": self._digests(digests, peers, waits=waits),
                 "host": {name: int(digests[name]) for name, x in tensors if _is_compared_first(x)},
                 "random": digest_generators(self._device) if self.compares_draws else 0,
-                "steps": self._steps, "failed": self._failure if starts_anew else "",
+                "steps": self._steps, "gradients": self.num_gradients, "failed": self._failure if starts_anew else "",
             }  # fmt: skip
-            self._compare("", {**record, "forms": [], "inputs": ["", {}], "host": {}} if peers else record)
+            none: dict[str, Any] = {"forms": [], "plain": {}, "inputs": ["", {}], "host": {}}
+            self._compare("", record | none if peers else record)
             if peers:
                 self._compare(peers, record)
         if starts_anew:
@@ -407,6 +414,18 @@ def _silent_ranks(store: Store, own: int, world_size: int) -> str:
     if not silent:
         return "All other ranks failed, too: look for their messages"
     return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
+
+
+def _form_of(x: Tensor) -> str:
+    """Shape, dtype, and whether a gradient is wanted, which backward may have to communicate."""
+    wants_gradient = x.requires_grad and torch.is_grad_enabled()
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{WITH_GRADIENT if wants_gradient else ''}"
+
+
+def _text_of(x: float | str) -> str:
+    """`x` as text that differs where `x` does, and is short."""
+    text = repr(x)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def _is_compared_first(x: Tensor) -> bool:

@@ -117,6 +117,11 @@ class OptimizerService:
         with native_functions():  # asked of a DTensor, it goes through Python else
             return sum(p.requires_grad for table, key, _ in self._slots if (p := table.get(key)) is not None)
 
+    def count_gradients(self) -> int:
+        """Of how many parameters there are gradients now."""
+        with native_functions():
+            return sum(p.grad is not None for table, key, _ in self._slots if (p := table.get(key)) is not None)
+
     @cached_property
     def _slots(self) -> list[tuple[dict[str, nn.Parameter | None], str, _Slices]]:
         store = self.store

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -31,7 +31,7 @@ from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
-__all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall"]
+__all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall", "check_values"]
 
 _LOGGER = logging.getLogger("autopar")
 _TEXT_BYTES = 400
@@ -239,6 +239,7 @@ class CallInputs:
     def open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
         """A call of this rank taken apart; raises InputShapeError if its inputs don't fit together."""
         call = self._open_call(args, kwargs)
+        check_values((name, x) for name, x in call.named.items() if not isinstance(x, DTensor))
         plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
         rows = next((len(x) for name, x in plain.items() if self._row_dims.get(name) == 0), -1)
         dims = {name: self._row_dims.get(name, 0 if len(x) == rows else -1) for name, x in plain.items()}
@@ -378,6 +379,18 @@ class CallInputs:
         if min(counts) == most:
             return whole
         return torch.cat([whole[i * most : i * most + count] for i, count in enumerate(counts)])
+
+
+def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise InputShapeError for a tensor that has no values, or has them in another form than all places in turn."""
+    for name, x in named:
+        if x.is_meta:
+            raise InputShapeError(
+                f"input {name!r} is on the meta device, and has no values to compute with: pass one that has, or call "
+                "model.plan_for(...) to plan for its shape"
+            )
+        if x.layout != torch.strided and not x.is_nested:
+            raise InputShapeError(f"input {name!r} is sparse ({x.layout}): pass {name}.to_dense()")
 
 
 def _refuse_gradient(_: Tensor) -> NoReturn:

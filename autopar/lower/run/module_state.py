@@ -25,11 +25,11 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.placement import Axis
 
-__all__ = ["ModuleState", "NamedTensors", "share_buffers"]
+__all__ = ["ModuleState", "NamedInputs", "share_buffers"]
 
 T = TypeVar("T")
 _SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
-NamedTensors = Iterable[tuple[str, Tensor]]
+NamedInputs = Iterable[tuple[str, Tensor | float | str]]
 
 
 class ModuleState(nn.Module):
@@ -131,7 +131,7 @@ class ModuleState(nn.Module):
         return untyped._apply(fn, recurse)
 
     def _enter(
-        self, kind: str, prepare: Callable[[], tuple[T, NamedTensors]], compared_first: NamedTensors | None = None
+        self, kind: str, prepare: Callable[[], tuple[T, NamedInputs]], compared_first: NamedInputs | None = None
     ) -> T:
         """Begin something that all ranks do, and make sure of that; see `CallConsensus.enter`."""
         calls = self._communicator.calls

@@ -16,7 +16,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.sharded_rows import ShardedRows
-from autopar.lower.compat import in_transform, leaves_of, map_leaves, named_tensors
+from autopar.lower.compat import in_transform, leaves_of, map_leaves, named_plain, named_tensors
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
@@ -31,11 +31,11 @@ from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
-from autopar.lower.run.call_inputs import Call, CallInputs
+from autopar.lower.run.call_inputs import Call, CallInputs, check_values
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.module_state import NamedTensors, share_buffers
+from autopar.lower.run.module_state import NamedInputs, share_buffers
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.second_run import StepCall
 from autopar.lower.run.stage_map import StageMap
@@ -211,6 +211,9 @@ class ParallelModule(StepCalls):
         trained = self._optimizer_service.count_trained() if self.training else self._num_trained
         kind += "" if trained == self._num_trained else f" of {trained} parameters"
         kind += "" if torch.is_grad_enabled() else " without gradients"
+        if (calls := self._communicator.calls) is not None:
+            adds = self.training and torch.is_grad_enabled() and not self._executor.stages.is_pipeline
+            calls.num_gradients = self._optimizer_service.count_gradients() if adds else 0
         is_usual = not part and autocast is None and not changed
         if is_usual and self._group_steps is not None and self._takes_groups():
             assert self.call_inputs is not None
@@ -223,7 +226,6 @@ class ParallelModule(StepCalls):
         executor, tensors = self._enter(kind, self._find(kind, args, kwargs, part))
         if executor is not self._executor:
             self._first_steps.interrupt()
-        calls = self._communicator.calls
         made = self._compute(executor, tensors, StepCall(kind, args, kwargs, part, autocast))
         outputs = executor.executable.unflatten_outputs(made)
         if calls is not None:
@@ -249,16 +251,16 @@ class ParallelModule(StepCalls):
 
     def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:
         """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
-        compared = [
-            (name, x) for name, x in named_tensors(args, kwargs) if not (x.is_meta or isinstance(x, CarriedTensor))
-        ]
+        tensors = named_tensors(args, kwargs)
+        compared = [(name, x) for name, x in tensors if not (x.is_meta or isinstance(x, CarriedTensor))]
+        compared = [*compared, *named_plain(args, kwargs)]
         return self._enter(
             kind, lambda: (self._executors.plan(args, kwargs, is_training=self.training, part=part), ()), compared
         )
 
     def _find(
         self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str
-    ) -> Callable[[], tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]]:
+    ) -> Callable[[], tuple[tuple[Executor, Sequence[Tensor]], NamedInputs]]:
         """What gives, or fails to give, the executor of a call with its tensors; the call is planned if need be."""
 
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
@@ -266,15 +268,17 @@ class ParallelModule(StepCalls):
             # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
             return None if known is None else (known[0], [read_input(x, but=(ShardedRows,)) for x in known[1]])
 
-        def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
+        def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedInputs]:
             if problem is not None:
                 raise problem
             assert ready is not None
             executor, tensors = ready
             named = zip(executor.executable.program.inputs, tensors, strict=True)
-            compared = ((n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor))  # compared before
+            compared = [(n, x) for n, x in named if not isinstance(x, ShardedRows | CarriedTensor)]  # compared before
+            check_values(compared)
             # What decides which program runs is compared before it runs; its values were waited for already.
-            return ready, [(n, x.cpu() if n in executor.executable.read_values else x) for n, x in compared]
+            inputs = [(n, x.cpu() if n in executor.executable.read_values else x) for n, x in compared]
+            return ready, [*inputs, *named_plain(args, kwargs)]
 
         ready, problem = attempt(look_up)
         if ready is None and problem is None:

@@ -1,0 +1,48 @@
+"""Operands of dtypes that an op refuses, found when a model is traced: torch traces some of them without a word.
+
+Without this, a step would fail in its middle, after other collectives, and not when the inputs come.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import ExampleInputsError
+from autopar.program import Op
+from autopar.trace.graph import Graph
+from autopar.trace.signature import CallForm
+
+__all__ = ["check_dtypes"]
+
+# What torch 2.9 to 2.14 refuse to run, but trace on tensors without values; convolutions and attention are refused
+# there, too, and elementwise ops promote their operands.
+_OF_ONE_DTYPE = frozenset(
+    f"aten.{name}.default"
+    for name in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "mv", "addmv", "dot", "binary_cross_entropy")
+)
+_WITH_CLASSES = frozenset(
+    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+)
+_CLASSES = ("int64", "uint8")
+
+
+def check_dtypes(graph: Graph, form: CallForm) -> None:
+    """Raise ExampleInputsError if an op of `graph`, as captured from a call of this form, can't run."""
+    for op in graph.ops:
+        problem = _problem(graph, op)
+        if problem:
+            raise ExampleInputsError(
+                f"{op.source or 'the model'}: the model fails on the example inputs: {problem}. It got "
+                f"{form.inputs_text} and is called as {form.signature_text}"
+            )
+
+
+def _problem(graph: Graph, op: Op) -> str:
+    dtypes = [graph.types[name].dtype for name in op.operands]
+    name = op.target.split(".")[1]
+    if op.target in _OF_ONE_DTYPE and len(set(dtypes)) > 1:
+        return f"{name} takes tensors of one dtype, not of {', '.join(dtypes)}: convert the input, or in forward"
+    if op.target not in _WITH_CLASSES:
+        return ""
+    target = graph.types[op.operands[1]]
+    if target.is_floating or target.dtype in _CLASSES:
+        return ""
+    return f"{name} takes classes as int64, not as {target.dtype}: pass labels.long()"
