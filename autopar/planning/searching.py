@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.garbage import collected_seldom
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.length_plans import FamilyPlanner
@@ -28,6 +29,7 @@ def search_setup(program: Program, world_size: int, setup: Setup, request: Searc
     return finish(find_plan(program, world_size, setup, request), program, setup, request)
 
 
+@collected_seldom()
 def find_plan(
     program: Program, world_size: int, setup: Setup, request: SearchRequest, *, seeks_gap: bool = True
 ) -> Plan:

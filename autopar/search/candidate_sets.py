@@ -38,6 +38,8 @@ __all__ = ["CandidateSet", "least_returned_bytes", "make_candidate_set"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
+# So many layers of a class are a run of equal layers: of fewer, what suits their neighbors may matter more.
+_REPEATED = 4
 BoundaryState = tuple[tuple[int, ...], Policy]
 
 
@@ -194,6 +196,7 @@ def _known_candidates(
     """Those of `layer_candidates`, made once for all that they depend on."""
     layer, known = context.program.layers[first], context.request.known
     same, meshes = (layer, context.prices), context.meshes_of(layer)
+    is_repeated = context.classes.count(first) >= _REPEATED
     facts = (
         context.boundary_facts(first), settings.training, settings.num_microbatches, settings.in_flight,
         settings.time[layer.kind], settings.memory_price_s_per_byte,
@@ -204,9 +207,9 @@ def _known_candidates(
     def make() -> tuple[LayerCandidate, ...]:
         context.request.check_time()
         work = known.get(same, ("work", facts), lambda: LayerWork(settings, layer))
-        return layer_candidates(work, meshes, demands)
+        return layer_candidates(work, meshes, demands, is_repeated=is_repeated)
 
-    return known.get(same, ("candidates", facts, demands, meshes), make)
+    return known.get(same, ("candidates", facts, demands, meshes, is_repeated), make)
 
 
 def _settle_demands(context: SearchContext, settings: StepSettings, first: int) -> tuple[LayerCandidate, ...]:

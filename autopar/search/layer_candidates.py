@@ -67,15 +67,19 @@ class LayerCandidate:
 
 
 def layer_candidates(
-    work: LayerWork, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands
+    work: LayerWork, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands, *, is_repeated: bool
 ) -> tuple[LayerCandidate, ...]:
-    """The candidates of a layer on all `meshes` that meet `demands`; empty if there are none."""
+    """The candidates of a layer on all `meshes` that meet `demands`; empty if there are none.
+
+    `is_repeated` as in `useful_pairs`.
+    """
     settings, layer = work.settings, work.layer
     whole = _sliced_late(settings, layer)
     pairs = [(mesh, roles) for mesh in meshes for roles in role_choices(mesh, demands)]
     problems = [work.problem(mesh, roles, demands, whole) for mesh, roles in pairs]
     variants: list[_Variants] = []
-    for placed, strategy, policies in _strategies(work, problems, [roles for _, roles in pairs], demands, whole):
+    all_roles = [roles for _, roles in pairs]
+    for placed, strategy, policies in _strategies(work, problems, all_roles, demands, whole, is_repeated=is_repeated):
         variants.extend(_variants(work, placed, strategy, policies, demands))
     return tuple(_drop_dominated(settings, layer, variants))
 
@@ -105,6 +109,8 @@ def _strategies(
     roles: Sequence[AxisRoles],
     demands: LayerDemands,
     whole: frozenset[str],
+    *,
+    is_repeated: bool,
 ) -> Iterator[_Strategy]:
     """Distinct strategies of the solved variants, applied, with the policies before and behind them."""
     settings, layer = work.settings, work.layer
@@ -116,7 +122,7 @@ def _strategies(
         def suits(number: int, i: int, j: int, solved: _Solved = solved) -> bool:
             return meets_degrees(settings.program, layer, solved.strategy(number, i, j), demands, roles[number])
 
-        for number, i, j in useful_pairs(solved.solutions, costs, suits):
+        for number, i, j in useful_pairs(solved.solutions, costs, suits, is_repeated=is_repeated):
             strategy = solved.strategy(number, i, j)
             key = (number, i, j, strategy.assignments, strategy.copies)
             if key not in seen:

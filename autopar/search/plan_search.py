@@ -22,7 +22,6 @@ from autopar.search.considered_plans import describe_paths, describe_pipeline
 from autopar.search.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
 from autopar.search.degree_roles import stack_sizes
 from autopar.search.infeasibility import describe_infeasible
-from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
 from autopar.search.pipeline.pipeline_search import PipelineSearch
@@ -123,7 +122,7 @@ def _search(
         request.gaps.defer(plan.decisions, compute_gap)
     notes = [*notes, _note_gradients(plan), _note_host_update(plan)]
     if plan.num_microbatches > 1:
-        notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
+        notes = [*notes, _note_outputs(program), *_note_approximations(context, plan)]
     return replace(
         plan,
         memory_limit_bytes=float(allowed),
@@ -159,7 +158,9 @@ def _search_all(
             pipelines, pending = _search_pipelines(context, demands, limit, enough_s(flat_s(), request)), False
         single_stage.go_on(lambda: min(flat_s(), STAGES_GAIN * pipelines.best_s if pipelines else math.inf))
     if pending:
-        pipelines = _search_pipelines(context, demands, limit, enough_s(flat_s(), request))
+        best_s = flat_s()
+        single_stage.remember_least(best_s if best_s < request.rival_s else math.inf)
+        pipelines = _search_pipelines(context, demands, limit, enough_s(best_s, request))
     if single_stage.searched and pipelines is not None and pipelines.best is not None:
         request.known.flat_s = flat_s() if STAGES_GAIN * pipelines.best_s < flat_s() else 0.0
     return pipelines
@@ -271,11 +272,9 @@ def _considers_pipelines(request: SearchRequest, constraints: Constraints, deman
     return request.schedules is not None and demands.groups != 1 and not is_whole
 
 
-def _note_approximations(program: Program, plan: Plan, constraints: Constraints) -> tuple[str, ...]:
+def _note_approximations(context: SearchContext, plan: Plan) -> tuple[str, ...]:
     """What is not exact in this plan, as the user allowed."""
-    assignment = time_assignment(
-        program, plan.num_microbatches, joins_outputs=True, per_microbatch=constraints.per_microbatch
-    )
+    assignment = context.time_assignment(plan.num_microbatches)
     return () if isinstance(assignment, str) else assignment.notes
 
 

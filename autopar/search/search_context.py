@@ -16,6 +16,7 @@ from autopar.program import Layer, Program
 from autopar.search.constraints import OPS, Constraints, LayerDemands
 from autopar.search.degree_roles import stack_sizes
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
+from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.request import SearchRequest
 from autopar.step.layer_cost import is_layer_rerun
 from autopar.step.local_layer import SharedStorage, place_whole
@@ -93,6 +94,14 @@ class SearchContext:
         return replace(
             self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled),
             inner_sizes=inner_sizes,
+        )  # fmt: skip
+
+    def time_assignment(self, count: int, *, joins_outputs: bool = True) -> TimeAssignment | str:
+        """`time_assignment` of the program in so many microbatches."""
+        given, joins = self.constraints.per_microbatch, joins_outputs or bool(self.program.loss)
+        return self.request.known.get(
+            (self.program,), ("time", count, joins, given),
+            lambda: time_assignment(self.program, count, joins_outputs=joins, per_microbatch=given),
         )  # fmt: skip
 
     @property

@@ -17,7 +17,8 @@ from autopar.schedules import Flight
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
 from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.least_seconds import least_of, remember_least
+from autopar.search.microbatches import TimeAssignment
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
@@ -134,6 +135,7 @@ class SingleStageSearch:
         self._limit_bytes = limit_bytes
         self._counts = _microbatch_counts(context)
         self._last: list[SingleStagePaths] = []
+        self._least: dict[int, Array] = {}
         self._fastest_fitting: list[tuple[float, float]] = []
         self._passed_over: tuple[int, TimeAssignment] | None = None
         self._enough_s = _passed_over_s(context.request)
@@ -181,6 +183,11 @@ class SingleStageSearch:
             if not self._try(count, assignment):
                 return
 
+    def remember_least(self, best_s: float) -> None:
+        """Let pipelines know what layers take at least; `best_s` are the seconds of the best plan without stages."""
+        for count, least in self._least.items():
+            remember_least(self._context, count, least, best_s)
+
     def search_passed_over(self) -> bool:
         """Search what was passed over as it is no match for the rival, if anything was; whether that adds anything."""
         if self._passed_over is None:
@@ -194,19 +201,21 @@ class SingleStageSearch:
         if self._is_hopeless(count):
             self._passed_over = count, assignment
             return False
-        least_s = math.inf
+        least_s, every = math.inf, list[Array]()
         for shared in shared_storage_choices(self._context):
             self._context.request.check_time()
             candidates = make_candidate_set(self._context, count, dict(assignment.factors), shared)
             if candidates is None:
                 continue
+            every.append(least_of(candidates))
             chain = _chain(candidates)
             least = _least_chain(candidates, chain)
             own_s = least.fixed_s + relaxed_paths(least, 0.0, math.inf)[0]
             least_s = min(least_s, own_s)
             if own_s < self._enough_s:
                 self._last.append(_search_paths(candidates, chain, least))
-        if math.isfinite(least_s):
+        if every:
+            self._least[count] = np.min(every, axis=0)
             self._known_bounds.append((count, self._context.request.training.compiled, least_s))
         if not self._last:
             self._passed_over = count, assignment
@@ -298,16 +307,15 @@ def _less(candidates: CandidateSet, chain: Chain, hidden_s: dict[int, Array]) ->
 def _microbatch_counts(context: SearchContext) -> Iterator[tuple[int, TimeAssignment]]:
     """Numbers of microbatches that are exact, with how."""
     program, demanded = context.program, context.constraints.get("microbatches")
-    per_microbatch = context.constraints.per_microbatch
     if isinstance(demanded, int):
-        assignment = time_assignment(program, demanded, per_microbatch=per_microbatch)
+        assignment = context.time_assignment(demanded, joins_outputs=False)
         if isinstance(assignment, str):
             raise ConstraintError(f"constraint 'microbatches={demanded}': {assignment}")
         yield demanded, assignment
         return
     count = 1
     while count <= context.request.max_microbatches and (count == 1 or program.batch_size % count == 0):
-        assignment = time_assignment(program, count, per_microbatch=per_microbatch)
+        assignment = context.time_assignment(count, joins_outputs=False)
         if isinstance(assignment, str):
             limit = "no gradient accumulation" if count == 2 else f"at most {count // 2} microbatches"
             context.notes.append(f"{limit}: {assignment}")

@@ -23,7 +23,8 @@ Fact = TypeVar("Fact")
 
 
 class LayerFacts:
-    """Facts that follow from a layer, its strategy, the number of microbatches and where shared parameters are stored.
+    """Facts that follow from a layer, its strategy, the number of microbatches and where shared parameters are stored,
+    and what crosses between layers.
 
     All of one search: of one program, with the same prices, trained in the same way.
     """
@@ -32,6 +33,7 @@ class LayerFacts:
         """Nothing is known yet."""
         self._placed: dict[tuple[object, ...], PlacedLayer] = {}
         self._known: dict[tuple[str, int], Any] = {}
+        self._crossings: dict[tuple[object, ...], tuple[BoundaryValue, ...]] = {}
 
     def place(
         self, program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, shared: SharedStorage
@@ -41,6 +43,15 @@ class LayerFacts:
         if key not in self._placed:
             self._placed[key] = place(program, layer, strategy, num_microbatches, shared)
         return self._placed[key]
+
+    def crossings(
+        self, program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int
+    ) -> tuple[BoundaryValue, ...]:
+        """`boundary_values` of these arguments."""
+        key = (num_microbatches, *time.items())
+        if key not in self._crossings:
+            self._crossings[key] = boundary_values(program, time, num_microbatches)
+        return self._crossings[key]
 
     def find(self, what: str, placed: PlacedLayer, make: Callable[[PlacedLayer], Fact]) -> Fact:
         """What `make` gives for a layer that `place` returned; `what` says which fact that is."""
@@ -81,7 +92,7 @@ class PlannedLayers:
     @cached_property
     def crossings(self) -> tuple[BoundaryValue, ...]:
         """What crosses from layer to layer."""
-        return boundary_values(self.program, self.time, self.decisions.num_microbatches)
+        return self.facts.crossings(self.program, self.time, self.decisions.num_microbatches)
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:

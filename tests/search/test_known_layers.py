@@ -45,9 +45,9 @@ def count_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     original = candidate_sets.layer_candidates
 
-    def counted(work, meshes, demands):
+    def counted(work, meshes, demands, **given):
         made.append(work.layer.name)
-        return original(work, meshes, demands)
+        return original(work, meshes, demands, **given)
 
     monkeypatch.setattr(candidate_sets, "layer_candidates", counted)
     return made

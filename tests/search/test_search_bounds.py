@@ -20,10 +20,11 @@ from autopar.program import Op, TensorType
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search, search_context
 from autopar.search.candidate_sets import least_returned_bytes, make_candidate_set
 from autopar.search.constraints import LayerDemands, parse_constraints
+from autopar.search.least_seconds import least_of
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
-from autopar.search.pipeline.pipeline_search import PipelineSearch, _least_of
+from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext, shared_storage_choices
@@ -180,7 +181,7 @@ def test_no_candidates_beat_what_rules_them_out_before_they_are_made() -> None:
         (shared,) = shared_storage_choices(context)
         candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
         assert candidates is not None
-        least[compiled, count] = _least_of(candidates)
+        least[compiled, count] = least_of(candidates)
         last = candidates.tables.layers[-1]
         assert 0 < least_returned_bytes(context) <= (last.static_bytes + last.transient_bytes).min()
     for slower, faster in (((True, 4), (True, 2)), ((False, 2), (True, 2)), ((False, 4), (False, 2))):

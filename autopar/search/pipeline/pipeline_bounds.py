@@ -10,30 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Shape
 
-__all__ = ["LeastSeconds", "least_step_s"]
+__all__ = ["least_step_s"]
 
 Array = npt.NDArray[np.float64]
 
 _MAX_CUTS = 2000  # so many ways to cut are all looked at: milliseconds, for a bound that may save a search of seconds
-
-
-@dataclass(frozen=True, eq=False)
-class LeastSeconds:
-    """What candidates of a device group take at least: `layers_s` are the forwards of each layer, and forwards and
-    backwards, of all microbatches, [2, layers].
-    """
-
-    num_microbatches: int
-    meshes: frozenset[tuple[int, ...]]
-    compiled: bool
-    layers_s: Array
 
 
 def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from autopar.errors import ConstraintError
 from autopar.schedules import Shape, schedule_problem
 from autopar.search.constraints import check_degrees
-from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.search_context import SearchContext
 
@@ -29,7 +28,6 @@ class PipelineNumbers:
 
     context: SearchContext
     demands: PipelineDemands
-    _assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
 
     def counts(self) -> tuple[dict[int, list[int]], tuple[str, ...]]:
         """Numbers of device groups -> the numbers of microbatches that some schedule can run with there; and notes.
@@ -50,14 +48,6 @@ class PipelineNumbers:
         num_layers, training = len(self.context.program.layers), self.context.request.training
         has_loss = self.context.program.has_loss_in_layers or not training.is_training
         return self.demands.shapes(groups, num_layers, count, has_loss=has_loss, splits=not training.compiled)
-
-    def assignment(self, count: int) -> TimeAssignment | str:
-        """Which factors so many microbatches split; why they would not be exact."""
-        if count not in self._assignments:
-            self._assignments[count] = time_assignment(
-                self.context.program, count, joins_outputs=True, per_microbatch=self.context.constraints.per_microbatch
-            )
-        return self._assignments[count]
 
     def first_count(self, groups: int, counts: Sequence[int]) -> int:
         """Microbatches with which a walk begins: fewer where one of them would have less than a row for each node."""
@@ -91,7 +81,7 @@ class PipelineNumbers:
         context = self.context
         demanded = context.constraints.get("microbatches")
         if isinstance(demanded, int):
-            assignment = self.assignment(demanded)
+            assignment = self.context.time_assignment(demanded)
             if isinstance(assignment, str):
                 raise ConstraintError(f"constraint 'microbatches={demanded}': {assignment}")
             yield demanded
@@ -100,12 +90,12 @@ class PipelineNumbers:
         # A microbatch is to divide over the devices of a demanded data degree.
         demanded_data = max((dict(each.degrees).get("data", 1) for each in context.demands), default=1)
         counts = dividing_counts(context.program.batch_size, demanded_data, context.num_devices // groups, most)
-        exact = list(takewhile(lambda count: not isinstance(self.assignment(count), str), counts))
+        exact = list(takewhile(lambda count: not isinstance(self.context.time_assignment(count), str), counts))
         yield from exact or [1]  # nothing else is possible
 
     def _why_none(self, counts: Mapping[int, Sequence[int]]) -> tuple[str, ...]:
         """Raise if a pipeline is demanded; else a note of why there is none."""
-        reason = self.assignment(2)
+        reason = self.context.time_assignment(2)
         exact = f"microbatches would not be exact: {reason}" if isinstance(reason, str) else ""
         if self.demands.needs_pipeline:
             tried = [

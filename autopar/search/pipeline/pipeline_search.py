@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import ScheduleSource
-from autopar.search.candidate_sets import CandidateSet, least_returned_bytes, make_candidate_set
+from autopar.search.candidate_sets import least_returned_bytes, make_candidate_set
+from autopar.search.least_seconds import least_layers, least_of, remember_least
 from autopar.search.microbatches import TimeAssignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.moved_layers import move_layers
-from autopar.search.pipeline.pipeline_bounds import LeastSeconds, least_step_s
+from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.pipeline_numbers import FIRST_MICROBATCHES, PipelineNumbers
@@ -166,10 +167,10 @@ class PipelineSearch:
         """Search all pipelines with so many device groups and microbatches; the seconds of the best of them."""
         key = groups, inner_sizes
         context = self._contexts.setdefault(key, self.context.on_groups(groups, inner_sizes))
-        assignment = self._numbers.assignment(count)
+        assignment = context.time_assignment(count)
         assert not isinstance(assignment, str)
         enough_s = min(self._enough_s, results.best_s)
-        least = _least_layers(context, count)
+        least = least_layers(context, count)
         bounds = {shape: least_step_s(shape, *least) for shape in self._numbers.shapes(groups, count)}
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
         if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
@@ -182,17 +183,14 @@ class PipelineSearch:
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
             if candidates is None:
                 continue
-            least = _least_of(candidates)
+            least = least_of(candidates)
             every.append(least)
             left = {shape: bound_s for shape in hopeful if (bound_s := least_step_s(shape, *least)) < enough_s}
             if left:
                 best_s = min(best_s, search_pipelines(candidates, left, self.demands.cuts, results, enough_s))
             are_ruled_out &= not left
         if every:
-            own = LeastSeconds(
-                count, frozenset(context.meshes), context.request.training.compiled, np.min(every, axis=0)
-            )
-            _known_seconds(context).append(own)
+            remember_least(context, count, np.min(every, axis=0))
         return self._rule_out(groups, count) if are_ruled_out else best_s
 
     def _rule_out(self, groups: int, count: int) -> float:
@@ -227,42 +225,6 @@ class PipelineSearch:
         if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * enough_s:
             return False
         return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
-
-
-def _ideal_layers(context: SearchContext) -> Array:
-    """Forward, and forward and backward seconds that each layer takes at least, [2, layers]: cutting a batch into
-    more microbatches makes nothing faster.
-    """
-    forward_s, backward_s = context.ideal_layers_s
-    return np.stack([forward_s, forward_s + context.ideal_again_s + backward_s])
-
-
-def _least_layers(context: SearchContext, count: int) -> Array:
-    """As `_ideal_layers`, and no less than the candidates of searches before took with as many microbatches or fewer,
-    on these meshes and others: no layer runs faster eagerly than compiled.
-    """
-    compiled, meshes = context.request.training.compiled, frozenset(context.meshes)
-    known = (
-        each.layers_s
-        for each in _known_seconds(context)
-        if each.num_microbatches <= count and meshes <= each.meshes and each.compiled >= compiled
-    )
-    return np.max([_ideal_layers(context), *known], axis=0)
-
-
-def _known_seconds(context: SearchContext) -> list[LeastSeconds]:
-    """Those of candidates on groups of as many devices, which meet the same demands."""
-    training = context.request.training.running(compiled=False)
-    key = ("least seconds", context.num_devices, context.demands, training)
-    return context.request.known.get((context.program, context.prices), key, list[LeastSeconds])
-
-
-def _least_of(candidates: CandidateSet) -> Array:
-    """As `_ideal_layers`, of the candidates of one set."""
-    count, layers = candidates.settings.num_microbatches, candidates.least_tables.layers
-    ahead_s = {id(each): count * float(each.forward_s.min()) for each in layers}
-    both_s = {id(each): count * float((each.forward_s + each.backward_s).min()) for each in layers}
-    return np.array([[ahead_s[id(each)] for each in layers], [both_s[id(each)] for each in layers]])
 
 
 def _walk(values: list[int], attempt: Callable[[int], float]) -> None:
