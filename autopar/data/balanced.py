@@ -105,12 +105,12 @@ def balanced(  # noqa: PLR0913  (what a user may say)
     kinds = _kinds_of_positions(inputs, packs=packs)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
     whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
-    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds and not whole)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds)
     if model.plan.groups and not planner.groups:
         _LOGGER.warning(
             "the plan has groups of devices of unlike size, but all devices run one plan in every step, which takes "
-            "longer than the plan says: batches with encoder=, with positions of several kinds, or with packs=False "
-            "don't run in such groups"
+            "longer than the plan says: batches with encoder=, or with positions of several kinds, don't run in such "
+            "groups"
         )
     maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
     if images is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import autopar
@@ -111,10 +111,74 @@ def check_close(found: dict[str, Tensor], expected: Any) -> None:
     ("case", "world", "asked", "nests"),
     [
         ("dit", 4, "data=4 zero=1", False),
-        ("vit", 4, "data=4 zero=3", True),
+        ("classes", 4, "data=4 zero=3", True),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (
+                ("vit", 4, "data=4 zero=3", True),
+                ("dit", 8, "data=4 tensor=2 zero=2", True),
+                ("classes", 2, "data=2 zero=1", True),
+                ("bert", 4, "data=4 zero=1", False),
+                ("bert", 8, "data=4 tensor=2 zero=3", True),
+                ("t5", 4, "data=2 tensor=2 zero=1", True),
+            )
+        ),
     ],
 )
 def test_groups_train_as_one_device(case: str, world: int, asked: str, nests: bool) -> None:
     rows = check(case, train(case, world, asked, nests))
     mixed = [own[0] for own in rows]
     assert {length for own in mixed for length in own} == {TOKENS, TOKENS // 2}
+
+
+class Narrow(nn.Module):
+    """Reads as many numbers of a place as rows of the smaller groups have places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head = nn.Linear(TOKENS // 2, 12), nn.Linear(12, TOKENS // 2)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        errors = (self.head(self.up(x).relu()) - x).square().mean(-1)
+        return (errors * counts).sum() / counts.sum().clamp(min=1)
+
+
+def test_rows_may_be_as_long_as_another_dim() -> None:
+    model = Narrow().double()
+
+    def rows_of(rows: int, tokens: int) -> Sample:
+        torch.manual_seed(tokens + rows)
+        counts = (torch.rand(rows, tokens) < 0.5).double()
+        return {"x": torch.randn(rows, tokens, TOKENS // 2).double(), "counts": counts}
+
+    found = family(model, 4, [(2, "tensor=2"), (1, "")], "data=4 zero=1", rows_of)
+    found.planner  # noqa: B018  (simulated ranks can't trace)
+    long, short, two = rows_of(1, TOKENS), rows_of(1, TOKENS // 2), rows_of(2, TOKENS // 2)
+
+    def rank(talk: Communicator) -> tuple[float, Tensor]:
+        made: Any = found.build(talk)
+        loss = loss_of(made(**[long, long, short, two][talk.rank]))
+        loss.backward()
+        return loss.item(), made._whole("up.weight", made.up.weight.grad)
+
+    flat = {name: torch.cat([each[name].flatten(0, 1) for each in (long, short, two)])[None] for name in long}
+    expected = loss_of(model(**flat))
+    expected.backward()
+    for loss, gradient in simulate(4, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, model.up.weight.grad, rtol=0, atol=1e-12)
+
+
+def train_process(case: str, asked: str, nests: bool) -> Any:
+    """On this process: what `train` gives."""
+    return train(case, 4, asked, nests, ProcessGroupCommunicator())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("case", "asked", "nests"), [("dit", "data=4 zero=3", True), ("classes", "data=4 zero=1", False)]
+)
+def test_processes_train_as_one_device(case: str, asked: str, nests: bool) -> None:
+    check(case, run_ranks(train_process, 4, case, asked, nests))

@@ -135,7 +135,7 @@ class GroupSteps:
         opened, groups = self._read(kind, inputs, call)
         if not groups:
             return None
-        form = self._form(kind, opened)
+        form = self._form(kind, opened, inputs.example_tokens)
         parts: list[_Part] = []
 
         each = 1 + len(form.counted.sums)  # numbers of a program
@@ -195,7 +195,7 @@ class GroupSteps:
         stages = self._first.executable.plan.num_groups
         return opened[0], read_groups([counts for _, _, _, _, *counts in known], self._degrees, stages)
 
-    def _form(self, kind: str, opened: LocalRows) -> _Form:
+    def _form(self, kind: str, opened: LocalRows, tokens: int) -> _Form:
         """What groups run in this call, made of every degree on every rank when such a call first comes."""
         known = next((form for form in self._forms if form.takes(opened)), None)
         if known is not None:
@@ -205,17 +205,18 @@ class GroupSteps:
         calls = self._first.communicator.calls
         names = ", ".join(opened.call.named)
         made = (
-            self._lower(opened)
+            self._lower(opened, tokens)
             if calls is None
-            else calls.enter(f"{PLANNING}groups in {kind} with {names}", lambda: (self._lower(opened), ()), ())
+            else calls.enter(f"{PLANNING}groups in {kind} with {names}", lambda: (self._lower(opened, tokens), ()), ())
         )
         self._forms.insert(0, made)
         del self._forms[_MOST_FORMS:]
         return made
 
-    def _lower(self, opened: LocalRows) -> _Form:
+    def _lower(self, opened: LocalRows, tokens: int) -> _Form:
         first = self._first
-        made = self._executables(*opened.row_like(), (1, opened.row_tokens[0]))
+        # As long as a row of the example, where it is known which dims have tokens.
+        made = self._executables(*opened.row_like(tokens), (1, tokens))
         known = [loss_count(executable.program) for executable in made]
         counted = [each for each in known if each is not None and _is_like(each, loss_count(first.executable.program))]
         if len(counted) < len(made):

@@ -58,11 +58,19 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LocalRows:
-    """A call of this rank: its tensors, the dim of rows of those of them that hold rows of this rank, and how many."""
+    """A call of this rank.
+
+    Args:
+        call: its tensors.
+        local: the dim of rows of those of them that hold rows of this rank.
+        rows: how many.
+        token_dims: of inputs that the example has with rows, the dims that have its number of tokens there.
+    """
 
     call: OpenedCall
     local: Mapping[str, int]
     rows: int
+    token_dims: Mapping[str, tuple[int, ...]]
 
     def form(self) -> str:
         """The part of the inputs that must be equal on all ranks."""
@@ -94,21 +102,35 @@ class LocalRows:
         tensors = (_row_of(x, number, dims[name]) if name in dims else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
-    def row_like(self) -> Call:
-        """The call with its first row, or with a row of zeros if there is none."""
-        if self.rows:
+    def row_like(self, tokens: int = 0) -> Call:
+        """The call with its first row, or with a row of zeros if there is none; with a number of `tokens` its form, on
+        the meta device.
+        """
+        if self.rows and not tokens:
             return self.row(0)
         named = self.call.named.items()
-        return self.call.call_with([_zero_row(x, self.local[name]) if name in self.local else x for name, x in named])
+        return self.call.call_with([self._row_of(name, x, tokens) if name in self.local else x for name, x in named])
+
+    def _row_of(self, name: str, x: Tensor, tokens: int) -> Tensor:
+        dim = self.local[name]
+        row = _row_of(x, 0, dim) if self.rows else _zero_row(x, dim)
+        dims = self._token_dims(name, row, self.row_tokens[0])
+        sizes = [tokens if place in dims else size for place, size in enumerate(row.shape)]
+        return row.new_empty(sizes, device="meta").requires_grad_(row.requires_grad) if tokens else row
+
+    def _token_dims(self, name: str, x: Tensor, tokens: int) -> tuple[int, ...]:
+        """The dims of an input with rows of so many tokens that have these: known, or as long behind the rows."""
+        behind = range(self.local[name] + 1, x.dim())
+        return self.token_dims.get(name, tuple(dim for dim in behind if x.shape[dim] == tokens))
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
         if name in self.local and x.is_nested:
             sizes = ["rows", "tokens", *x.shape[2:]]
         elif name in self.local:
-            dim = self.local[name]
-            others = ("tokens" if size == tokens else size for size in x.shape[dim + 1 :])
-            sizes = [*x.shape[:dim], "rows", *others]
+            dims = self._token_dims(name, x, tokens)
+            sizes = ["tokens" if dim in dims and size == tokens else size for dim, size in enumerate(x.shape)]
+            sizes[self.local[name]] = "rows"
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
 
 
@@ -140,6 +162,7 @@ class CallInputs:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
         example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
+        example_tokens: where inputs are local, of a row of the example; 0: it has no rows of tokens.
         read_values: inputs whose values forward reads in Python, with those of the example.
     """
 
@@ -161,6 +184,13 @@ class CallInputs:
         self.example_forms: dict[str, Form] = {name: (tuple(x.shape), x.dtype) for name, x in named.items()}
         self.read_values = read_values
         self._row_dims = _row_dims(self.example_forms, rows)
+        forms = self.example_forms.items()
+        self.example_tokens = next((f[1] for name, (f, _) in forms if not self._row_dims[name] and len(f) > 1), 0)
+        self._token_dims = {
+            name: tuple(dim for dim in range(rows_at + 1, len(shape)) if shape[dim] == self.example_tokens)
+            for name, (shape, _) in forms
+            if (rows_at := self._row_dims[name]) >= 0
+        }
         self._has_compared = False
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
@@ -253,7 +283,7 @@ class CallInputs:
                     "where the size of another dim only happens to be the batch size, make the example with another "
                     "batch size"
                 )
-        return LocalRows(call, local, rows)
+        return LocalRows(call, local, rows, self._token_dims)
 
     def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
         opened = self.open(args, kwargs)
