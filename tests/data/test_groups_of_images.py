@@ -13,12 +13,14 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 from autopar.verify.rehearsal import SteadyAdamW, run_single
 from tests.data.test_balanced_models import CASES, TOKENS, Alone, Sample, Samples, size
 from tests.lower.groups.cases import Family, family
 from tests.lower.runs import loss_of
+from tests.ranks import run_ranks
 
 # Of images and clips of several resolutions, one alone, so that most ranks have none, and many small ones.
 MIXES = {"mixed": [4, 6, 16, 1, 9, 2, 8], "a giant": [16], "small ones": [8, 8, 8, 3, 1, 8, 8, 8, 2]}
