@@ -189,8 +189,8 @@ class GroupSteps:
             if shared != known[0][3]:
                 raise MeshError(
                     f"the rows of all ranks share the inputs without rows, here {_shared(opened[0])}, but those of "
-                    f"ranks 0 and {rank} differ: pass the same everywhere. Groups of unlike size have no inputs, such "
-                    "as images, that belong to some of the rows"
+                    f"ranks 0 and {rank} differ: pass the same everywhere. Only images that masked_scatter puts in the "
+                    "text may belong to some of the rows, as [rows, images, ...], which autopar.balanced gives"
                 )
         stages = self._first.executable.plan.num_groups
         return opened[0], read_groups([counts for _, _, _, _, *counts in known], self._degrees, stages)

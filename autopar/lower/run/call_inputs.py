@@ -65,12 +65,15 @@ class LocalRows:
         local: the dim of rows of those of them that hold rows of this rank.
         rows: how many.
         token_dims: of inputs that the example has with rows, the dims that have its number of tokens there.
+        pieces: those of `local` that are ``[rows, pieces, ...]``, such as the images of each row, where the example has
+            ``[pieces, ...]`` of all rows.
     """
 
     call: OpenedCall
     local: Mapping[str, int]
     rows: int
     token_dims: Mapping[str, tuple[int, ...]]
+    pieces: frozenset[str] = frozenset()
 
     def form(self) -> str:
         """The part of the inputs that must be equal on all ranks."""
@@ -81,7 +84,8 @@ class LocalRows:
         """Of each row: dim 1 of the first input that has rows and another dim; of one without rows what they would
         have, ``(0,)`` without such an input.  A jagged tensor has rows of several lengths.
         """
-        x = next((x for name, x in self.call.named.items() if self.local.get(name) == 0 and x.dim() > 1), None)
+        named = ((name, x) for name, x in self.call.named.items() if name not in self.pieces)
+        x = next((x for name, x in named if self.local.get(name) == 0 and x.dim() > 1), None)
         if x is not None and x.is_nested:
             return tuple(len(row) for row in x.unbind())
         return (0 if x is None else x.shape[1],) * max(1, self.rows)
@@ -99,8 +103,12 @@ class LocalRows:
     def row(self, number: int) -> Call:
         """The call with one of the rows."""
         dims = self.local
-        tensors = (_row_of(x, number, dims[name]) if name in dims else x for name, x in self.call.named.items())
+        tensors = (self._one(name, x, number) if name in dims else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
+
+    def _one(self, name: str, x: Tensor, number: int) -> Tensor:
+        """The part of an input that is of one of the rows."""
+        return x.unbind()[number] if name in self.pieces else _row_of(x, number, self.local[name])
 
     def row_like(self, tokens: int = 0) -> Call:
         """The call with its first row, or with a row of zeros if there is none; with a number of `tokens` its form, on
@@ -109,11 +117,12 @@ class LocalRows:
         if self.rows and not tokens:
             return self.row(0)
         named = self.call.named.items()
-        return self.call.call_with([self._row_of(name, x, tokens) if name in self.local else x for name, x in named])
+        return self.call.call_with([self._like(name, x, tokens) if name in self.local else x for name, x in named])
 
-    def _row_of(self, name: str, x: Tensor, tokens: int) -> Tensor:
-        dim = self.local[name]
-        row = _row_of(x, 0, dim) if self.rows else _zero_row(x, dim)
+    def _like(self, name: str, x: Tensor, tokens: int) -> Tensor:
+        if name in self.pieces:
+            return self._one(name, x, 0) if self.rows else x.new_zeros(x.shape[1:])
+        row = self._one(name, x, 0) if self.rows else _zero_row(x, self.local[name])
         dims = self._token_dims(name, row, self.row_tokens[0])
         sizes = [tokens if place in dims else size for place, size in enumerate(row.shape)]
         return row.new_empty(sizes, device="meta").requires_grad_(row.requires_grad) if tokens else row
@@ -125,7 +134,9 @@ class LocalRows:
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
-        if name in self.local and x.is_nested:
+        if name in self.pieces:
+            sizes = ["rows", "pieces", *x.shape[2:]]
+        elif name in self.local and x.is_nested:
             sizes = ["rows", "tokens", *x.shape[2:]]
         elif name in self.local:
             dims = self._token_dims(name, x, tokens)
@@ -271,7 +282,9 @@ class CallInputs:
         call = self._open_call(args, kwargs)
         plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
         rows = next((len(x) for name, x in plain.items() if self._row_dims.get(name) == 0), -1)
+        pieces = frozenset(name for name, x in plain.items() if self._are_pieces(name, x))
         dims = {name: self._row_dims.get(name, 0 if len(x) == rows else -1) for name, x in plain.items()}
+        dims |= dict.fromkeys(pieces, 0)
         local = {name: dim for name, dim in dims.items() if 0 <= dim < plain[name].dim()}
         for name, dim in local.items():
             if plain[name].shape[dim] != rows:
@@ -283,10 +296,20 @@ class CallInputs:
                     "where the size of another dim only happens to be the batch size, make the example with another "
                     "batch size"
                 )
-        return LocalRows(call, local, rows, self._token_dims)
+        return LocalRows(call, local, rows, self._token_dims, pieces)
+
+    def _are_pieces(self, name: str, x: Tensor) -> bool:
+        """Whether an input that has no rows in the example says which of it belongs to which row."""
+        return self._row_dims.get(name) == -1 and x.dim() == len(self.example_forms[name][0]) + 1
 
     def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
         opened = self.open(args, kwargs)
+        if opened.pieces:
+            raise InputShapeError(
+                f"{sorted(opened.pieces)} have a dim more than in the example, which says which row they belong to, as "
+                "autopar.balanced gives where ranks are in groups of unlike size. Only training steps run such "
+                "groups: pass those of all rows in one dim, in the order of the text"
+            )
         if opened.is_jagged:
             raise InputShapeError(
                 "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are in "
