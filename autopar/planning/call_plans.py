@@ -129,10 +129,13 @@ class CallPlanner:
         first, plan = self._first
         tree = map_leaves(shape_of, (tuple(args), dict(kwargs)))
         pieces = row_pieces(first)
-        calls: list[Call] = [
-            with_pieces(self._traces.twin, with_rows(tree, size, (1, group.tokens)), tree, pieces, group.tokens)
-            for group in plan.groups
-        ]
+        calls: list[Call] = [with_rows(tree, size, (1, group.tokens)) for group in plan.groups]
+        if pieces is not None:
+            rooms = [pieces.most(group.tokens) for group in plan.groups]
+            calls = [
+                with_pieces(self._traces.twin, call, tree, pieces, room)
+                for call, room in zip(calls, rooms, strict=True)
+            ]
         for known in self._groups:
             with suppress(InputShapeError):
                 known[0].read_inputs(*calls[0])

@@ -101,7 +101,8 @@ def row_tracer(
 
     def trace(rows: int, tokens: int) -> Program:
         changed = with_rows(call, before, (rows, tokens))
-        own_args, own_kwargs = with_pieces(twin, changed, call, pieces if rows == 1 else None, tokens)
+        count = pieces.most(tokens) if pieces and rows == 1 else 0
+        own_args, own_kwargs = with_pieces(twin, changed, call, pieces, count)
         inputs = own_kwargs or own_args
         how: dict[str, Any] = {"device_type": setup.device_type, "num_layers": setup.num_layers}
         return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, **how)).program

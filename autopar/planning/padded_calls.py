@@ -144,20 +144,19 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
     return made
 
 
-def with_pieces(model: nn.Module, call: Call, like: Call, pieces: RowPieces | None, tokens: int) -> Call:
-    """The call with a row of so many tokens, and as many pieces as it can hold; of `like`, a call with any number of
-    them, the other dims of pieces.
-    """
+def with_pieces(model: nn.Module, call: Call, like: Call, pieces: RowPieces | None, count: int = 0) -> Call:
+    """The call with so many pieces, which are like those of the call `like` in all else; 0: as many as that has."""
     if pieces is None:
         return call
     open_call = call_opener(model)
-    opened, forms = open_call(*call), open_call(*like).named
-    most = pieces.most(tokens)
-    made = (
-        x if name not in pieces.inputs else torch.empty(most, *forms[name].shape[1:], dtype=x.dtype, device="meta")
-        for name, x in opened.named.items()
-    )
-    return opened.call_with(list(made))
+    forms = open_call(*like).named
+    made: dict[int, Tensor] = {}
+    for name, x in open_call(*call).named.items():
+        if name in pieces.inputs:
+            shape = forms[name].shape
+            made[id(x)] = torch.empty(count or shape[0], *shape[1:], dtype=x.dtype, device="meta")
+    args, kwargs = map_leaves(lambda x: made.get(id(x), x), call)
+    return args, kwargs
 
 
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:

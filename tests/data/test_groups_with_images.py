@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.planning.length_plans import row_tracer
 from autopar.verify.rehearsal import SteadyAdamW, run_single
 from tests.lower.groups.cases import TOKENS, Family, family
 from tests.lower.runs import loss_of
@@ -209,3 +211,18 @@ def test_what_is_wrong_with_images_of_rows_is_named() -> None:
     for crowded, evaluated in simulate(4, rank):
         assert "as an image takes 4 places of its text" in crowded
         assert "which says which row they belong to" in evaluated
+
+
+def test_rows_are_traced_with_the_images_that_they_have_places_for() -> None:
+    skip_before_transformers_5("LLaVA counts what a boolean mask selects")
+    model = small_llava()
+    for tokens in (TOKENS, PLACES):  # an image is as high as a row is long
+        example = rows_of(4, tokens)
+        program = autopar.api.trace_model(model, example).program
+        setup: Any = SimpleNamespace(device_type="cpu", num_layers=1, dtype=None, expecting=lambda traced: traced)
+        trace = row_tracer(model, example, program, setup)
+        for rows, length, images in ((1, tokens, tokens // PLACES), (1, tokens // 2, max(1, tokens // 2 // PLACES)),
+                                     (8, tokens // 2, 6)):  # fmt: skip
+            made = trace(rows, length)
+            assert made.type_of("input_ids").shape == (rows, length)
+            assert made.type_of("pixel_values").shape == (images, 3, 4, 4)

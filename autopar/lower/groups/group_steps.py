@@ -256,7 +256,7 @@ class GroupSteps:
         # One device divides by 0 as well where nothing counts.
         loss = torch.full((), 0.0 if divisor else math.nan, dtype=torch.float64, device=talk.device)
         for group, program, all_rows in parts:
-            rows = [row for row in all_rows if row.divisor]
+            rows = [row for row in all_rows if row.divisor and divisor]
             if not rows:
                 continue
             weights = [row.divisor / divisor for row in rows]
