@@ -6,7 +6,8 @@ A step takes as long as the slowest group, plus what all devices do once a step:
 
 where `fill_s`, the time to fill and drain the pipeline, is 0 without stages and for groups without rows.
 For each way to form groups, sequences are assigned in descending order of length: each to the group that would finish
-it first, into its fullest row with enough room, or a new row.
+it first, into its fullest row with enough room, or a new row.  Where sequences don't share rows, each gets a row of its
+own.
 """
 
 from __future__ import annotations
@@ -40,17 +41,22 @@ def assign_groups(
     *,
     nests: bool = False,
     below_s: float = math.inf,
+    packs: bool = True,
 ) -> Assignment | None:
     """The best assignment found to groups of at least two of these kinds, whose degrees fall; rows of the first hold
     every sequence; `devices` are those of a pipeline stage, if there are any.
 
-    With `nests`, devices may be in several groups, one after the other.
+    With `nests`, devices may be in several groups, one after the other.  `packs`: whether sequences share rows.
 
     None: no such groups have as many devices, or none were found with a step of less than `below_s` seconds.
     """
     lengths = tokens.astype(np.float64)
     work = np.array([
-        np.where(tokens <= each.tokens, each.row_s / each.tokens * lengths + each.pair_s * lengths**2, np.inf)
+        np.where(
+            tokens <= each.tokens,
+            each.row_s * (lengths / each.tokens if packs else 1.0) + each.pair_s * lengths**2,
+            np.inf,
+        )
         for each in kinds
     ])  # fmt: skip
     degrees = np.array([each.degree for each in kinds])
@@ -67,7 +73,7 @@ def assign_groups(
             continue
         if limit_s < math.inf and spent > _PLACED:
             break
-        placed, group, row, load = _pack(kinds, counts, tokens, order, limit_s)
+        placed, group, row, load = _pack(kinds, counts, tokens, order, limit_s, packs=packs)
         spent += placed + _BEGUN
         if placed == len(tokens):
             groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
@@ -78,15 +84,23 @@ def assign_groups(
             )  # fmt: skip
             limit_s = best.largest_s
     if nests and bound_s * (1 + _WORTH_NESTING) < limit_s < math.inf:
-        return _nested(kinds, coupling_s, devices, tokens, bound_s, limit_s) or best
+        own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s, kind.fill_s, packs) for kind in kinds]
+        return _nested(kinds, own, coupling_s, devices, tokens, (bound_s, limit_s)) or best
     return best
 
 
 def _nested(
-    kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray, bound_s: float, limit_s: float
+    kinds: Sequence[GroupRow],
+    own: Sequence[NestedKind],
+    coupling_s: float,
+    devices: int,
+    tokens: np.ndarray,
+    between_s: tuple[float, float],
 ) -> Assignment | None:
-    """Groups that overlap, of at least two kinds, with less work than `limit_s`; None: none were found."""
-    own = [NestedKind(kind.degree, kind.tokens, kind.row_s, 0.0, kind.pair_s, kind.fill_s) for kind in kinds]
+    """Groups that overlap, of at least two kinds (`own`: as they cost there), with less work than the second of
+    `between_s`, of which the first is a lower bound; None: none were found.
+    """
+    bound_s, limit_s = between_s
     places = nest_below(own, devices, tokens, bound_s, limit_s)
     if places is None or (places.kind == places.kind[0]).all():
         return None
@@ -100,7 +114,13 @@ def _nested(
 
 
 def _pack(
-    kinds: Sequence[GroupRow], counts: Sequence[int], tokens: np.ndarray, order: np.ndarray, limit_s: float
+    kinds: Sequence[GroupRow],
+    counts: Sequence[int],
+    tokens: np.ndarray,
+    order: np.ndarray,
+    limit_s: float,
+    *,
+    packs: bool = True,
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Place sequences, in descending `order` of length, in so many groups of each kind.
 
@@ -136,7 +156,7 @@ def _pack(
             return placed, group, row, np.array(load)
         rows = left[own]
         fits = bisect_left(rows, (length, 0))
-        size, place = rows.pop(fits) if fits < len(rows) else (tokens_of[own], len(rows))
+        size, place = rows.pop(fits) if fits < len(rows) else (tokens_of[own] if packs else length, len(rows))
         insort(rows, (size - length, place))
         load[own], room[own] = own_s, rows[-1][0]
         if room[own] >= length:  # lengths only fall

@@ -43,6 +43,7 @@ class NestedKind:
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence.
         fill_s: seconds that a group with any row needs in addition.
+        packs: whether sequences share rows.
     """
 
     degree: int
@@ -51,14 +52,15 @@ class NestedKind:
     token_s: float
     pair_s: float
     fill_s: float = 0.0
+    packs: bool = True
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """``[n]`` lengths -> seconds of each in a row that is there already; infinite where it does not fit."""
         return np.where(lengths <= self.tokens, self.token_s * lengths + self.pair_s * lengths**2, np.inf)
 
     def with_row(self, lengths: np.ndarray) -> np.ndarray:
-        """The same with its share of the row."""
-        return self.seconds(lengths) + self.row_s / self.tokens * lengths
+        """The same with its share of the row, which is all of it if sequences don't share rows."""
+        return self.seconds(lengths) + self.row_s * (lengths / self.tokens if self.packs else 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +201,8 @@ class _Filling:
         devices = slice(own * degree, (own + 1) * degree)
         length = self.lengths[index]
         fits = len(left) if is_new else bisect_left(left, (length, 0))
-        size, row = (float(self.kinds[kind].tokens), len(left)) if is_new else left.pop(fits)
+        room_of_row = float(self.kinds[kind].tokens) if self.kinds[kind].packs else length
+        size, row = (room_of_row, len(left)) if is_new else left.pop(fits)
         insort(left, (size - length, row))
         room[own] = left[-1][0]
         self.most_room[kind] = max(self.most_room[kind], left[-1][0])

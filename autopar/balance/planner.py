@@ -65,7 +65,7 @@ class BatchPlanner:
         self.longest = max(row.tokens for row in self.rows)
         self.packs = packs
         lengths = plans[0].prediction.lengths
-        self.groups = lengths.groups if packs and uses_groups else ()
+        self.groups = lengths.groups if uses_groups else ()
         self.coupling_s, self.nests = lengths.coupling_s, lengths.nests
         self.devices = plans[0].world_size
         self.devices_of_stage = plans[0].group_size
@@ -103,7 +103,7 @@ class BatchPlanner:
         if self.groups and batches == 1:
             return assign_groups(
                 self.groups, self.coupling_s, self.devices_of_stage, tokens,
-                nests=self.nests, below_s=best.step_time_s,
+                nests=self.nests, below_s=best.step_time_s, packs=self.packs,
             ) or best  # fmt: skip
         return best
 

@@ -27,6 +27,7 @@ from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
+from autopar.search.row_sums import row_pieces
 from autopar.trace import ignored_labels
 
 __all__ = ["balanced"]
@@ -105,12 +106,13 @@ def balanced(  # noqa: PLR0913  (what a user may say)
     kinds = _kinds_of_positions(inputs, packs=packs)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
     whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
-    planner = BatchPlanner(model.plan, packs=packs, uses_groups=images is None and not kinds and not whole)
+    keeps = images is None or (isinstance(images, EncoderSharing) and images.pieces is not None)
+    planner = BatchPlanner(model.plan, packs=packs, uses_groups=keeps and not kinds)
     if model.plan.groups and not planner.groups:
         _LOGGER.warning(
             "the plan has groups of devices of unlike size, but all devices run one plan in every step, which takes "
-            "longer than the plan says: batches with encoder=, with positions of several kinds, or with packs=False "
-            "don't run in such groups"
+            "longer than the plan says: batches with positions of several kinds, or with encoder= of images that a row "
+            "can't be computed with alone (EncoderRows with lookup= or grids=), don't run in such groups"
         )
     maker = _row_maker(padding or {}, shifts, images, packs=packs, kinds=kinds, whole=whole)
     if images is not None:
@@ -250,7 +252,9 @@ def _encoder_sharing(
     rows = len(grids) // 3 if grids else next(iter(forms.values()))[0][0]
     parts = math.lcm(ranks, math.gcd(rows, model.plan.group_size))
     if not grids:
-        return EncoderSharing(encoder, forms, model.data_rank, ranks, parts)
+        pieces = row_pieces(model.program.source)
+        has_pieces = pieces is not None and set(pieces.inputs) == set(encoder.made)
+        return EncoderSharing(encoder, forms, model.data_rank, ranks, parts, pieces if has_pieces else None)
     positions = "position_ids" if kinds else ""
     merged = _merged_patches(model, next(iter(forms.values()))[0][0])
     return GridSharing(encoder, forms, model.data_rank, ranks, parts, tuple(grids[:3]), positions, merged)
@@ -344,7 +348,13 @@ class _Compared:
         if dealt.digest == _END:
             raise StopIteration
         self._inputs.dealt = dealt
-        return {**batch, **{name: join(batch[name]) for name, join in self._join_rows.items() if name in batch}}
+        forms = self._inputs.example_forms  # images that stay with their text have a dim more
+        joined = {
+            name: join(batch[name])
+            for name, join in self._join_rows.items()
+            if name in batch and batch[name].dim() == len(forms[name][0])
+        }
+        return {**batch, **joined}
 
 
 def _check_same_batch(digests: Sequence[int], number: int) -> None:

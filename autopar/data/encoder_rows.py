@@ -21,6 +21,7 @@ from autopar.balance.rows import assign_rows
 from autopar.data.packed_rows import RowPacking
 from autopar.errors import LoaderError
 from autopar.plan.prediction import RowCost
+from autopar.search.row_sums import RowPieces
 
 __all__ = ["LEADING_BITS", "EncoderRows", "EncoderShare", "EncoderSharing", "Image", "in_even_parts"]
 
@@ -128,6 +129,8 @@ class EncoderShare:
         lengths: of each sample the places that its images take, or their sizes.
         digest: of where images are, for ranks to compare.
         grids: with sizes, those of this rank's rows; of no image too.
+        room: where images stay with their text: how many each row of this rank's text has room for (one number if it
+            has none); `rows` and `starts` are empty then.
     """
 
     rows: tuple[tuple[Image, ...], ...]
@@ -135,6 +138,7 @@ class EncoderShare:
     lengths: Sequence[Sequence[Any]]
     digest: int
     grids: tuple[tuple[int, ...], ...] = ()
+    room: tuple[int, ...] = ()
 
     @property
     def samples(self) -> set[int]:
@@ -153,6 +157,7 @@ class EncoderSharing:
         ranks: how many there are.
         parts: a multiple of `ranks`: into so many parts rows can be split, each with as many rows, as layers of the
             encoder may be split over more devices than those of the text.
+        pieces: how many places of its text an image takes, where a row can be computed with its own images alone.
     """
 
     encoder: EncoderRows
@@ -160,6 +165,7 @@ class EncoderSharing:
     rank: int
     ranks: int
     parts: int
+    pieces: RowPieces | None = None
 
     @property
     def tokens(self) -> int:
@@ -182,6 +188,12 @@ class EncoderSharing:
                 place += lengths[sample][image]
         own = tuple(tuple(row) for row in rows[self.rank * each : (self.rank + 1) * each])
         return EncoderShare(own, starts, lengths, zlib.crc32(repr((each, starts)).encode()))
+
+    def keep(self, lengths: Sequence[Sequence[int]], tokens: Sequence[int]) -> EncoderShare:
+        """The images of a batch where they stay with their text, on a rank whose rows have so many `tokens`."""
+        assert self.pieces is not None
+        digest = zlib.crc32(repr([len(own) for own in lengths]).encode())
+        return EncoderShare((), {}, lengths, digest, room=tuple(map(self.pieces.most, tokens)))
 
     def _packed(self, lengths: Sequence[Sequence[int]]) -> list[list[Image]]:
         images = [(sample, image) for sample, own in enumerate(lengths) for image in range(len(own))]
@@ -281,6 +293,39 @@ class EncoderSharing:
             return packing.rows(rows, self.tokens, like)
         blank = self._blank()
         return {name: torch.stack([(row or [blank])[0][name].to(blank[name].dtype) for row in rows]) for name in blank}
+
+    def collate_kept(
+        self, share: EncoderShare, rows: Sequence[Sequence[int]], samples: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """The images of each row of text, of which `rows` has the numbers of its samples: ``[rows, images, ...]``,
+        jagged where rows have room for unlike numbers.  Behind a row's own images there are images of zeros.
+
+        Raises:
+            LoaderError: a row has more images than places for them.
+        """
+        assert self.pieces is not None
+        blank = self._blank()
+        parts: list[dict[str, Tensor]] = []
+        for row, room in zip(rows, share.room, strict=False):
+            images = [image for number in row for image in self.images_of(samples[number])]
+            if len(images) > room:
+                raise LoaderError(
+                    f"samples with {len(images)} images share a row that has places for {room}, as an image takes "
+                    f"{self.pieces.places} places of its text: give each image of a sample its places"
+                )
+            images += [blank] * (room - len(images))
+            parts.append({n: torch.stack([each[n].to(x.dtype) for each in images]) for n, x in blank.items()})
+        if len({*share.room}) == 1:
+            form = {name: (0, share.room[0], *x.shape) for name, x in blank.items()}
+            return {
+                name: torch.stack([part[name] for part in parts]) if parts else x.new_zeros(form[name])
+                for name, x in blank.items()
+            }
+        offsets = torch.tensor([0, *share.room]).cumsum(0)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(torch.cat([part[name] for part in parts]), offsets)
+            for name in blank
+        }
 
     def _blank(self, tokens: int = 0) -> dict[str, Tensor]:
         """An image of zeros."""

@@ -43,14 +43,17 @@ class RowPacking:
     def jagged(self, rows: Sequence[Sequence[Any]], tokens: Sequence[int], like: Any) -> dict[str, Tensor]:
         """The batch of these rows of samples; `tokens` of each row, or one number if there are none.
 
-        Where all rows have one length, it is ``[rows, tokens, ...]``.  `like` and errors are as for `rows`.
+        Where all rows have one length, it is ``[rows, tokens, ...]``.  What a sequence has once is not jagged.  `like`
+        and errors are as for `rows`.
         """
         if len(set(tokens)) == 1:
             return self.rows(rows, tokens[0], like)
         each = [self.rows([row], length, like) for row, length in zip(rows, tokens, strict=True)]
         offsets = torch.tensor([0, *tokens]).cumsum(0)
         return {
-            name: torch.nested.nested_tensor_from_jagged(torch.cat([part[name][0] for part in each]), offsets)
+            name: torch.cat([part[name] for part in each])
+            if name in self.whole
+            else torch.nested.nested_tensor_from_jagged(torch.cat([part[name][0] for part in each]), offsets)
             for name in each[0]
         }
 

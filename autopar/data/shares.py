@@ -67,7 +67,7 @@ class Sharing:
         digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
         digest = zlib.crc32(repr(assignment.starts).encode(), digest)
         encoder = None
-        if self.encoder is not None:
+        if self.encoder is not None and not assignment.unlike:
             in_order = (row for rank in range(self.ranks) for row in rank_rows(assignment, rank, self.ranks))
             encoder = self.encoder.assign(images, [number for row in in_order for number in row])
             digest = zlib.crc32(digest.to_bytes(4, "little"), encoder.digest)
@@ -79,7 +79,12 @@ class Sharing:
         if assignment.unlike:
             own = assignment.groups_of(self.device % self.planner.devices_of_stage)
             grouped = [(assignment.unlike[g].tokens, row) for g in own for row in assignment.rows_of(g) if row]
-            return Share(dealt, assignment.unlike[own[0] if own else 0].tokens, grouped)
+            tokens = assignment.unlike[own[0] if own else 0].tokens
+            if not isinstance(self.encoder, EncoderSharing):
+                return Share(dealt, tokens, grouped)
+            kept = self.encoder.keep(images, [each for each, _ in grouped] or [tokens])
+            digest = zlib.crc32(digest.to_bytes(4, "little"), kept.digest)
+            return Share(dealt._replace(digest=digest), tokens, grouped, kept)
         rows = [(row.tokens, own) for own in rank_rows(assignment, self.rank, self.ranks)]
         return Share(dealt, row.tokens, rows, encoder)
 
@@ -135,6 +140,8 @@ class RowMaker:
         batch = self.packing.jagged(texts, tokens, form)
         if self.is_encoder_optional and not any(images.lengths):  # of the whole batch, so on all ranks
             return share.dealt, batch
+        if isinstance(encoder, EncoderSharing) and images.room:
+            return share.dealt, batch | encoder.collate_kept(images, [row for _, row in share.rows], read)
         batch |= encoder.collate(images, read)
         if isinstance(encoder, GridSharing):
             batch |= encoder.order_of(images, [row for _, row in share.rows], share.tokens)

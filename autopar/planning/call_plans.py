@@ -40,11 +40,13 @@ from autopar.planning.padded_calls import (
     lengths_of,
     padded_lengths,
     padded_rows,
+    with_pieces,
     with_rows,
     with_size,
 )
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.search.row_sums import row_pieces
 from autopar.step.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
@@ -126,7 +128,14 @@ class CallPlanner:
         """
         first, plan = self._first
         tree = map_leaves(shape_of, (tuple(args), dict(kwargs)))
+        pieces = row_pieces(first)
         calls: list[Call] = [with_rows(tree, size, (1, group.tokens)) for group in plan.groups]
+        if pieces is not None:
+            rooms = [pieces.most(group.tokens) for group in plan.groups]
+            calls = [
+                with_pieces(self._traces.twin, call, tree, pieces, room)
+                for call, room in zip(calls, rooms, strict=True)
+            ]
         for known in self._groups:
             with suppress(InputShapeError):
                 known[0].read_inputs(*calls[0])

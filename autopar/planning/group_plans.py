@@ -36,7 +36,7 @@ import numpy as np
 from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
 from autopar.lower.groups.group_program import part_layouts
-from autopar.lower.groups.target_count import counting_ops
+from autopar.lower.groups.target_count import loss_count
 from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import BROADCAST, Axis, Layout, local_shape, refine_mesh, reshard
@@ -48,6 +48,7 @@ from autopar.program import Layer, Program
 from autopar.schedules import rows_schedule
 from autopar.search import SearchRequest, check_known, reuse_plan, search, stage_constraints
 from autopar.search.microbatches import why_not_row_by_row
+from autopar.search.row_sums import row_pieces, sums_over_rows
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
@@ -111,10 +112,30 @@ def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
         return "the model updates buffers"
     if any(not text.replace(" ", "").startswith(_KEPT) for text in request.constraints):
         return f"it has constraints that only apply to all devices together (groups can keep {', '.join(_KEPT)})"
-    if not counting_ops(program):
-        return "the loss is not a cross entropy averaged over its targets"
+    reason = _why_not_counted(program)
+    # With pieces it is known from the loss: images are not rows, and are put in these in the order of all rows.
+    if reason or row_pieces(program):
+        return reason
     reason = why_not_row_by_row(program)
     return f"rows can't be computed one by one ({reason})" if reason else ""
+
+
+def _why_not_counted(program: Program) -> str:
+    """The reason why the loss is no sum over rows, divided by what their inputs count; ``""`` if it is."""
+    counted = loss_count(program)
+    if counted is None:
+        return (
+            "the loss is not divided by what inputs count, as a cross entropy averaged over its targets is, or "
+            "(errors * mask).sum() / mask.sum()"
+        )
+    if counted.of_targets and row_pieces(program) is None:
+        return ""
+    if program.batch_size < 2:
+        return "an example with one row doesn't show whether the loss is a sum over rows: pass one with several"
+    sums = sums_over_rows(program)
+    unlike = [name for name in (counted.terms, *counted.sums) if name not in sums]
+    own = " that are computed with their own images alone" if row_pieces(program) else ""
+    return f"the loss, or what it is divided by, is no sum over rows{own} ({', '.join(unlike)})" if unlike else ""
 
 
 def plan_groups(

@@ -32,12 +32,13 @@ from autopar.plan.prediction import LengthPrediction
 from autopar.planning.call_plans import stored_as
 from autopar.planning.call_traces import ExampleInputs, example_call, on_meta, shape_of, trace_model
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
-from autopar.planning.padded_calls import with_rows
+from autopar.planning.padded_calls import with_pieces, with_rows
 from autopar.planning.setup import Setup
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.search.row_sums import row_pieces
 from autopar.step.prices import Prices
 from autopar.step.variants import as_decided
 from autopar.suggestions import kind_of
@@ -91,13 +92,18 @@ def check_rows(program: Program, longest: int = 0) -> int:
 def row_tracer(
     model: nn.Module, example: ExampleInputs | None, program: Program, setup: Setup
 ) -> Callable[[int, int], Program]:
-    """What finds the program of `model` with so many rows of so many tokens, where `program` is that of `example`."""
+    """What finds the program of `model` with so many rows of so many tokens, where `program` is that of `example`.
+
+    A single row has as many pieces (`RowPieces`) as it can hold, more rows together as many as the example.
+    """
     before = program.type_of(program.inputs[0]).shape[:2]
-    args, kwargs = map_leaves(shape_of, example_call(model, example))
-    twin = on_meta(model)
+    call = map_leaves(shape_of, example_call(model, example))
+    twin, pieces = on_meta(model), row_pieces(program)
 
     def trace(rows: int, tokens: int) -> Program:
-        own_args, own_kwargs = with_rows((args, kwargs), before, (rows, tokens))
+        changed = with_rows(call, before, (rows, tokens))
+        count = pieces.most(tokens) if pieces and rows == 1 else 0
+        own_args, own_kwargs = with_pieces(twin, changed, call, pieces, count)
         inputs = own_kwargs or own_args
         how: dict[str, Any] = {"device_type": setup.device_type, "num_layers": setup.num_layers}
         return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, **how)).program

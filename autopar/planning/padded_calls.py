@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import InputShapeError
 from autopar.lower.compat import map_leaves
+from autopar.lower.run.call_inputs import Call
 from autopar.lower.run.lowering import Cuts, Executable
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.search.row_sums import RowPieces
 from autopar.step.data_split import data_split
-from autopar.trace import LongerProgram, PaddingError, Traced, reading_last_entry
+from autopar.trace import LongerProgram, PaddingError, Traced, call_opener, reading_last_entry
 
 __all__ = [
     "as_any_length",
@@ -28,6 +30,7 @@ __all__ = [
     "lengths_of",
     "padded_lengths",
     "padded_rows",
+    "with_pieces",
     "with_rows",
     "with_size",
 ]
@@ -139,6 +142,21 @@ def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any
     for dim in range(1, max(sizes)):
         made = with_size(made, dim, tokens, room)
     return made
+
+
+def with_pieces(model: nn.Module, call: Call, like: Call, pieces: RowPieces | None, count: int = 0) -> Call:
+    """The call with so many pieces, which are like those of the call `like` in all else; 0: as many as that has."""
+    if pieces is None:
+        return call
+    open_call = call_opener(model)
+    forms = open_call(*like).named
+    made: dict[int, Tensor] = {}
+    for name, x in open_call(*call).named.items():
+        if name in pieces.inputs:
+            shape = forms[name].shape
+            made[id(x)] = torch.empty(count or shape[0], *shape[1:], dtype=x.dtype, device="meta")
+    args, kwargs = map_leaves(lambda x: made.get(id(x), x), call)
+    return args, kwargs
 
 
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:

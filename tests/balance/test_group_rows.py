@@ -17,12 +17,13 @@ from tests.balance.assignments import plan_of
 KINDS = (GroupRow(4, 64, 16.5, 0.01), GroupRow(2, 32, 16.2, 0.02), GroupRow(1, 16, 16.0, 0.04))
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("devices", [4, 8, 16])
-def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int) -> None:
+def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int, packs: bool) -> None:
     random = np.random.default_rng(devices)
     for _ in range(40):
         lengths = random.integers(1, 1 + random.choice([8, 32, 64]), random.integers(0, 40))
-        found = assign_groups(KINDS, 3.0, devices, lengths)
+        found = assign_groups(KINDS, 3.0, devices, lengths, packs=packs)
         if found is None:
             assert devices == 4
             assert lengths.max(initial=0) > 32  # a group of all has no other beside it
@@ -33,6 +34,7 @@ def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int) -> None
         for group, kind in enumerate(found.unlike):
             rows = [row for row in found.rows_of(group) if row]
             assert all(sum(lengths[index] for index in row) <= kind.tokens for row in rows)
+            assert packs or all(len(row) == 1 for row in rows)
             pairs = sum(float(lengths[index]) ** 2 for row in rows for index in row)
             assert found.work_s[group] == pytest.approx(len(rows) * kind.row_s + kind.pair_s * pairs)
         rows = [found.rows_of(group) for group in range(len(found.degrees))]
@@ -81,16 +83,21 @@ def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
     assert found.largest_s == pytest.approx(16.5 + 0.01 * 64**2)  # nobody is done later than it
 
 
-@pytest.mark.parametrize(("devices", "fill_s"), [(4, 0.0), (8, 0.0), (8, 5.0), (16, 0.0)])
+@pytest.mark.parametrize(
+    ("devices", "fill_s", "packs"),
+    [(4, 0.0, True), (8, 0.0, True), (8, 5.0, True), (16, 0.0, True), (8, 0.0, False), (8, 5.0, False)],
+)
 def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_is_said(
-    devices: int, fill_s: float
+    devices: int, fill_s: float, packs: bool
 ) -> None:
     random = np.random.default_rng(devices)
     kinds = tuple(replace(kind, fill_s=fill_s) for kind in KINDS)  # in which stages fill and drain, once for a group
     faster = 0
     for _ in range(40):
         lengths = random.integers(1, 1 + random.choice([16, 32, 64]), random.integers(1, 40))
-        alone, found = (assign_groups(kinds, 3.0, devices, lengths, nests=nests) for nests in (False, True))
+        alone, found = (
+            assign_groups(kinds, 3.0, devices, lengths, nests=nests, packs=packs) for nests in (False, True)
+        )
         if found is None or not found.starts:
             assert (alone is None) == (found is None)
             continue
@@ -105,6 +112,7 @@ def test_devices_in_several_groups_compute_every_sequence_once_in_the_time_that_
             rows = [row for row in found.rows_of(group) if row]
             assert rows
             assert all(sum(lengths[index] for index in row) <= kind.tokens for row in rows)
+            assert packs or all(len(row) == 1 for row in rows)
             pairs = sum(float(lengths[index]) ** 2 for row in rows for index in row)
             work_s = fill_s + len(rows) * kind.row_s + kind.pair_s * pairs
             assert found.work_s[group] == pytest.approx(work_s)

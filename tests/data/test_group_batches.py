@@ -76,13 +76,17 @@ def test_groups_that_are_not_used_are_named(caplog: pytest.LogCaptureFixture) ->
         plan, groups=(GroupPlan(16, plan.decisions),), prediction=replace(plan.prediction, lengths=prediction)
     )
 
-    def load(talk: Communicator, packs: bool) -> None:
+    def load(talk: Communicator, arguments: dict[str, Any]) -> None:
         model: Any = FakeModel(talk)
         model.plan = plan
+        model.call_inputs.example_forms = {
+            "input_ids": ((2, 16), torch.int64), "pixel_values": ((3, 3, 4, 4), torch.float64)
+        }  # fmt: skip
         documents: Any = Documents([16, 7])
-        autopar.balanced(DataLoader(documents), model, length_index=[16, 7], shifts=(), packs=packs)
+        autopar.balanced(DataLoader(documents), model, length=len, shifts=(), **arguments)
 
-    for packs, num_warnings in ((True, 0), (False, 1)):
+    cases: tuple[tuple[dict[str, Any], int], ...] = (({}, 0), ({"packs": False}, 0), ({"encoder": "pixel_values"}, 1))
+    for arguments, num_warnings in cases:
         caplog.clear()
-        simulate(1, lambda talk, packs=packs: load(talk, packs))
+        simulate(1, lambda talk, arguments=arguments: load(talk, arguments))
         assert sum("all devices run one plan in every step" in text for text in caplog.messages) == num_warnings

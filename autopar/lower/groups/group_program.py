@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.groups.target_count import count_targets, counting_ops
+from autopar.lower.groups.target_count import LossCount
 from autopar.lower.kernels.random import derive_seed
 from autopar.lower.parameters.skeleton import copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, storage_layouts
@@ -49,6 +49,7 @@ class GroupProgram:
 
     Attributes:
         executable: what runs.
+        counted: what its loss is divided by.
         executor: runs it.
         parts: name of a parameter -> the steps that make this group's part of it of the whole.
     """
@@ -56,19 +57,20 @@ class GroupProgram:
     def __init__(
         self,
         executable: Executable,
+        counted: LossCount,
         store: ParameterStore,
         communicator: Communicator,
         stages: StageMap,
         *,
         compile_layers: bool,
     ) -> None:
-        """`store` and `stages` are those of all ranks.  Every rank calls it, for every degree in one order, whatever
-        its own groups are to be.
+        """`counted` is what the loss of a row is divided by, `store` and `stages` are those of all ranks.  Every rank
+        calls it, for every degree in one order, whatever its own groups are to be.
         """
         program, plan = executable.program, executable.plan
         self.executable = executable
         self._communicator = communicator
-        self._counting = counting_ops(program)
+        self.counted = counted
         mesh, by_name = part_layouts(program, plan)
         whole = (BROADCAST,) * len(mesh)
         layouts = {store.first_name.get(name, name): layout for name, layout in by_name.items()}
@@ -94,10 +96,9 @@ class GroupProgram:
         """Whether it draws random numbers."""
         return self.executor.is_random
 
-    def count_targets(self, tensors: Sequence[Tensor]) -> float:
-        """How many targets of a row count."""
-        names = self.executable.program.inputs
-        return count_targets(self.executable.program, self._counting, dict(zip(names, tensors, strict=True)))
+    def sums_of(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """What counts in a row: see `LossCount`."""
+        return self.counted.sums_of(dict(zip(self.executable.program.inputs, tensors, strict=True)))
 
     def run(
         self, rows: Sequence[Sequence[Tensor]], weights: Sequence[float], seed: int, gradients: Gradients

@@ -24,7 +24,7 @@ from autopar.lower.groups.coupling import Coupling
 from autopar.lower.groups.group_layout import Group, check_lengths, count_rows, read_groups
 from autopar.lower.groups.group_parts import GroupParts
 from autopar.lower.groups.group_program import GroupProgram
-from autopar.lower.groups.target_count import counting_ops
+from autopar.lower.groups.target_count import LossCount, loss_count
 from autopar.lower.kernels.random import agree_base_seed, derive_seed
 from autopar.lower.run.call_inputs import Call, CallInputs, LocalRows
 from autopar.lower.run.execution import Executor
@@ -39,10 +39,11 @@ _MOST_FORMS = 8
 
 
 class _Row(NamedTuple):
-    """One row of a group: the program's inputs, and how many targets count."""
+    """One row of a group: the program's inputs, what counts in it, and what its loss is divided by."""
 
     tensors: Sequence[Tensor]
-    targets: float
+    sums: tuple[float, ...]
+    divisor: float
 
 
 class _Part(NamedTuple):
@@ -53,10 +54,10 @@ class _Part(NamedTuple):
     rows: tuple[_Row, ...]
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """What ranks compare: a digest of the rows, and the bits of the sum of targets."""
+    def numbers(self) -> tuple[int, ...]:
+        """What ranks compare: a digest of the rows, and the bits of the sums of what counts."""
         digest = zlib.crc32(repr([int(digest_of(x)) for row in self.rows for x in row.tensors]).encode())
-        return digest, _bits(sum(row.targets for row in self.rows))
+        return digest, *(_bits(sum(own)) for own in zip(*(row.sums for row in self.rows), strict=True))
 
 
 class _Form(NamedTuple):
@@ -64,10 +65,12 @@ class _Form(NamedTuple):
 
     Args:
         coupling: of the parameters that such calls read.
+        counted: what the loss is divided by.
         programs: by tokens of a row.
     """
 
     coupling: Coupling
+    counted: LossCount
     programs: Mapping[int, GroupProgram]
 
     def takes(self, opened: LocalRows) -> bool:
@@ -132,25 +135,30 @@ class GroupSteps:
         opened, groups = self._read(kind, inputs, call)
         if not groups:
             return None
-        form = self._form(kind, opened)
+        form = self._form(kind, opened, inputs.example_tokens)
         parts: list[_Part] = []
+
+        each = 1 + len(form.counted.sums)  # numbers of a program
 
         def find() -> Sequence[int]:
             parts.extend(self._parts(form, groups, opened))
             own = {part.program: part.numbers for part in parts}
-            return [number for program in form.programs.values() for number in own.get(program, (0, 0))]
+            return [number for program in form.programs.values() for number in own.get(program, (0,) * each)]
 
         known = inputs.numbers_of_ranks(f"the rows of groups in {kind}", find)
-        total = 0.0
+        sums = [0.0] * len(form.counted.sums)
         for place, own in enumerate(groups.values()):
-            _check_rows(own, [numbers[2 * place] for numbers in known])
-            total += sum(_number(known[group.start][2 * place + 1]) for group in own)
+            _check_rows(own, [numbers[each * place] for numbers in known])
+            for group in own:
+                bits = known[group.start][each * place + 1 : each * (place + 1)]
+                sums = [total + _number(x) for total, x in zip(sums, bits, strict=True)]
+        divisor = form.counted.divisor_of(sums)
         self.last = form.programs[opened.row_tokens[0]].executor
         calls = self._first.communicator.calls
         if calls is None:
-            return self._compute(form, parts, total)
+            return self._compute(form, parts, divisor)
         with calls.failing():
-            outputs = self._compute(form, parts, total)
+            outputs = self._compute(form, parts, divisor)
         calls.watch_backward(outputs)
         return outputs
 
@@ -181,13 +189,13 @@ class GroupSteps:
             if shared != known[0][3]:
                 raise MeshError(
                     f"the rows of all ranks share the inputs without rows, here {_shared(opened[0])}, but those of "
-                    f"ranks 0 and {rank} differ: pass the same everywhere. Groups of unlike size have no inputs, such "
-                    "as images, that belong to some of the rows"
+                    f"ranks 0 and {rank} differ: pass the same everywhere. Only images that masked_scatter puts in the "
+                    "text may belong to some of the rows, as [rows, images, ...], which autopar.balanced gives"
                 )
         stages = self._first.executable.plan.num_groups
         return opened[0], read_groups([counts for _, _, _, _, *counts in known], self._degrees, stages)
 
-    def _form(self, kind: str, opened: LocalRows) -> _Form:
+    def _form(self, kind: str, opened: LocalRows, tokens: int) -> _Form:
         """What groups run in this call, made of every degree on every rank when such a call first comes."""
         known = next((form for form in self._forms if form.takes(opened)), None)
         if known is not None:
@@ -197,31 +205,34 @@ class GroupSteps:
         calls = self._first.communicator.calls
         names = ", ".join(opened.call.named)
         made = (
-            self._lower(opened)
+            self._lower(opened, tokens)
             if calls is None
-            else calls.enter(f"{PLANNING}groups in {kind} with {names}", lambda: (self._lower(opened), ()), ())
+            else calls.enter(f"{PLANNING}groups in {kind} with {names}", lambda: (self._lower(opened, tokens), ()), ())
         )
         self._forms.insert(0, made)
         del self._forms[_MOST_FORMS:]
         return made
 
-    def _lower(self, opened: LocalRows) -> _Form:
+    def _lower(self, opened: LocalRows, tokens: int) -> _Form:
         first = self._first
-        made = self._executables(*opened.row_like(), (1, opened.row_tokens[0]))
-        if not all(counting_ops(executable.program) for executable in made):
+        # As long as a row of the example, where it is known which dims have tokens.
+        made = self._executables(*opened.row_like(tokens), (1, tokens))
+        known = [loss_count(executable.program) for executable in made]
+        counted = [each for each in known if each is not None and _is_like(each, loss_count(first.executable.program))]
+        if len(counted) < len(made):
             raise LossError(
                 f"ranks pass rows of unlike lengths with the inputs {list(opened.call.named)}, from which the model "
-                "computes no cross entropy averaged over its targets, as groups of devices need it: pass its labels in "
-                "every step, or rows of one length"
+                "computes no loss that is divided by what inputs count as with the example's, which groups of devices "
+                "need: pass its labels in every step, or rows of one length"
             )
         coupling = Coupling(made[0].program, first.store, first.communicator, first.stages)
         programs = {
             tokens: GroupProgram(
-                each, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
+                each, own, first.store, first.communicator, first.stages, compile_layers=self._compile_layers
             )
-            for tokens, each in zip(self._given, made, strict=True)
+            for tokens, each, own in zip(self._given, made, counted, strict=True)
         }
-        return _Form(coupling, {tokens: programs[tokens] for tokens in self._degrees})
+        return _Form(coupling, counted[0], {tokens: programs[tokens] for tokens in self._degrees})
 
     def _parts(self, form: _Form, groups: Mapping[int, Sequence[Group]], opened: LocalRows) -> Iterator[_Part]:
         """What this rank computes, in order."""
@@ -232,21 +243,23 @@ class GroupSteps:
                 if rank in group.ranks:
                     calls = (opened.row(n) for n in range(opened.rows) if opened.row_tokens[n] == tokens)
                     rows = ([x.to(device) for x in program.executable.read_inputs(*call)] for call in calls)
-                    yield _Part(group, program, tuple(_Row(row, program.count_targets(row)) for row in rows))
+                    sums = ((row, program.sums_of(row)) for row in rows)
+                    counted = program.counted
+                    yield _Part(group, program, tuple(_Row(row, own, counted.divisor_of(own)) for row, own in sums))
 
-    def _compute(self, form: _Form, parts: Sequence[_Part], total: float) -> Any:
+    def _compute(self, form: _Form, parts: Sequence[_Part], divisor: float) -> Any:
         coupling, talk = form.coupling, self._first.communicator
         trained = coupling.trained
         seed = agree_base_seed(talk) if any(program.is_random for program in form.programs.values()) else 0
         group_parts = GroupParts([part.program for part in parts], talk)
         group_parts.fill(coupling.gather(), frozenset(trained))
-        # One device divides by 0 as well where no target counts.
-        loss = torch.full((), 0.0 if total else math.nan, dtype=torch.float64, device=talk.device)
+        # One device divides by 0 as well where nothing counts.
+        loss = torch.full((), 0.0 if divisor else math.nan, dtype=torch.float64, device=talk.device)
         for group, program, all_rows in parts:
-            rows = [row for row in all_rows if row.targets]
+            rows = [row for row in all_rows if row.divisor and divisor]
             if not rows:
                 continue
-            weights = [row.targets / total for row in rows]
+            weights = [row.divisor / divisor for row in rows]
             own_seed = derive_seed(seed, group.start, group.degree)
             own = program.run([row.tensors for row in rows], weights, own_seed, group_parts.gradients)
             if own is not None and talk.rank % self._first.executable.plan.group_size == group.start:
@@ -277,6 +290,11 @@ def _check_rows(groups: Sequence[Group], known: Sequence[int]) -> None:
                     f"ranks {group.start} and {rank} differ: pass the batches that autopar.balanced gives, with the "
                     "same loader on every rank"
                 )
+
+
+def _is_like(counted: LossCount, planned: LossCount | None) -> bool:
+    """Whether the loss is known to add up over rows as that of the call that groups were planned for does."""
+    return counted.of_targets or (planned is not None and counted.form == planned.form)
 
 
 def _shared(rows: LocalRows) -> list[str]:

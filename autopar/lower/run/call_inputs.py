@@ -58,11 +58,22 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LocalRows:
-    """A call of this rank: its tensors, the dim of rows of those of them that hold rows of this rank, and how many."""
+    """A call of this rank.
+
+    Args:
+        call: its tensors.
+        local: the dim of rows of those of them that hold rows of this rank.
+        rows: how many.
+        token_dims: of inputs that the example has with rows, the dims that have its number of tokens there.
+        pieces: those of `local` that are ``[rows, pieces, ...]``, such as the images of each row, where the example has
+            ``[pieces, ...]`` of all rows.
+    """
 
     call: OpenedCall
     local: Mapping[str, int]
     rows: int
+    token_dims: Mapping[str, tuple[int, ...]]
+    pieces: frozenset[str] = frozenset()
 
     def form(self) -> str:
         """The part of the inputs that must be equal on all ranks."""
@@ -73,7 +84,8 @@ class LocalRows:
         """Of each row: dim 1 of the first input that has rows and another dim; of one without rows what they would
         have, ``(0,)`` without such an input.  A jagged tensor has rows of several lengths.
         """
-        x = next((x for name, x in self.call.named.items() if self.local.get(name) == 0 and x.dim() > 1), None)
+        named = ((name, x) for name, x in self.call.named.items() if name not in self.pieces)
+        x = next((x for name, x in named if self.local.get(name) == 0 and x.dim() > 1), None)
         if x is not None and x.is_nested:
             return tuple(len(row) for row in x.unbind())
         return (0 if x is None else x.shape[1],) * max(1, self.rows)
@@ -91,24 +103,45 @@ class LocalRows:
     def row(self, number: int) -> Call:
         """The call with one of the rows."""
         dims = self.local
-        tensors = (_row_of(x, number, dims[name]) if name in dims else x for name, x in self.call.named.items())
+        tensors = (self._one(name, x, number) if name in dims else x for name, x in self.call.named.items())
         return self.call.call_with(list(tensors))
 
-    def row_like(self) -> Call:
-        """The call with its first row, or with a row of zeros if there is none."""
-        if self.rows:
+    def _one(self, name: str, x: Tensor, number: int) -> Tensor:
+        """The part of an input that is of one of the rows."""
+        return x.unbind()[number] if name in self.pieces else _row_of(x, number, self.local[name])
+
+    def row_like(self, tokens: int = 0) -> Call:
+        """The call with its first row, or with a row of zeros if there is none; with a number of `tokens` its form, on
+        the meta device.
+        """
+        if self.rows and not tokens:
             return self.row(0)
         named = self.call.named.items()
-        return self.call.call_with([_zero_row(x, self.local[name]) if name in self.local else x for name, x in named])
+        return self.call.call_with([self._like(name, x, tokens) if name in self.local else x for name, x in named])
+
+    def _like(self, name: str, x: Tensor, tokens: int) -> Tensor:
+        if name in self.pieces:
+            return self._one(name, x, 0) if self.rows else x.new_zeros(x.shape[1:])
+        row = self._one(name, x, 0) if self.rows else _zero_row(x, self.local[name])
+        dims = self._token_dims(name, row, self.row_tokens[0])
+        sizes = [tokens if place in dims else size for place, size in enumerate(row.shape)]
+        return row.new_empty(sizes, device="meta").requires_grad_(row.requires_grad) if tokens else row
+
+    def _token_dims(self, name: str, x: Tensor, tokens: int) -> tuple[int, ...]:
+        """The dims of an input with rows of so many tokens that have these: known, or as long behind the rows."""
+        behind = range(self.local[name] + 1, x.dim())
+        return self.token_dims.get(name, tuple(dim for dim in behind if x.shape[dim] == tokens))
 
     def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
         sizes: Sequence[object] = x.shape
-        if name in self.local and x.is_nested:
+        if name in self.pieces:
+            sizes = ["rows", "pieces", *x.shape[2:]]
+        elif name in self.local and x.is_nested:
             sizes = ["rows", "tokens", *x.shape[2:]]
         elif name in self.local:
-            dim = self.local[name]
-            others = ("tokens" if size == tokens else size for size in x.shape[dim + 1 :])
-            sizes = [*x.shape[:dim], "rows", *others]
+            dims = self._token_dims(name, x, tokens)
+            sizes = ["tokens" if dim in dims and size == tokens else size for dim, size in enumerate(x.shape)]
+            sizes[self.local[name]] = "rows"
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
 
 
@@ -140,6 +173,7 @@ class CallInputs:
         is_local: whether ranks pass their own rows.
         dealt: the batch that a balanced loader gave last; None: there was none.
         example_forms: where inputs are local, the shape and dtype of each tensor of the example, a whole batch.
+        example_tokens: where inputs are local, of a row of the example; 0: it has no rows of tokens.
         read_values: inputs whose values forward reads in Python, with those of the example.
     """
 
@@ -161,6 +195,13 @@ class CallInputs:
         self.example_forms: dict[str, Form] = {name: (tuple(x.shape), x.dtype) for name, x in named.items()}
         self.read_values = read_values
         self._row_dims = _row_dims(self.example_forms, rows)
+        forms = self.example_forms.items()
+        self.example_tokens = next((f[1] for name, (f, _) in forms if not self._row_dims[name] and len(f) > 1), 0)
+        self._token_dims = {
+            name: tuple(dim for dim in range(rows_at + 1, len(shape)) if shape[dim] == self.example_tokens)
+            for name, (shape, _) in forms
+            if (rows_at := self._row_dims[name]) >= 0
+        }
         self._has_compared = False
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
@@ -242,7 +283,9 @@ class CallInputs:
         check_values((name, x) for name, x in call.named.items() if not isinstance(x, DTensor))
         plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
         rows = next((len(x) for name, x in plain.items() if self._row_dims.get(name) == 0), -1)
+        pieces = frozenset(name for name, x in plain.items() if self._are_pieces(name, x))
         dims = {name: self._row_dims.get(name, 0 if len(x) == rows else -1) for name, x in plain.items()}
+        dims |= dict.fromkeys(pieces, 0)
         local = {name: dim for name, dim in dims.items() if 0 <= dim < plain[name].dim()}
         for name, dim in local.items():
             if plain[name].shape[dim] != rows:
@@ -254,10 +297,20 @@ class CallInputs:
                     "where the size of another dim only happens to be the batch size, make the example with another "
                     "batch size"
                 )
-        return LocalRows(call, local, rows)
+        return LocalRows(call, local, rows, self._token_dims, pieces)
+
+    def _are_pieces(self, name: str, x: Tensor) -> bool:
+        """Whether an input that has no rows in the example says which of it belongs to which row."""
+        return self._row_dims.get(name) == -1 and x.dim() == len(self.example_forms[name][0]) + 1
 
     def _open_even(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
         opened = self.open(args, kwargs)
+        if opened.pieces:
+            raise InputShapeError(
+                f"{sorted(opened.pieces)} have a dim more than in the example, which says which row they belong to, as "
+                "autopar.balanced gives where ranks are in groups of unlike size. Only training steps run such "
+                "groups: pass those of all rows in one dim, in the order of the text"
+            )
         if opened.is_jagged:
             raise InputShapeError(
                 "the call has rows of several lengths (jagged tensors, as autopar.balanced gives where ranks are in "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,10 @@ PACKING = RowPacking({"input_ids": 0, "labels": -100}, "position_ids", "", ("lab
 
 @dataclass(frozen=True)
 class Family:
-    """A model's program for all ranks, and a plan whose groups have rows of the keys of `degrees`."""
+    """A model's program for all ranks, and a plan whose groups have rows of the keys of `degrees`.
+
+    `rows_of`: rows and tokens -> the inputs of a call.
+    """
 
     model: nn.Module
     world: int
@@ -38,11 +41,12 @@ class Family:
     traced: Traced
     plan: Plan
     degrees: Mapping[int, int]
+    rows_of: Callable[[int, int], Mapping[str, Tensor]] = rows_of_tokens
 
     @cached_property
     def planner(self) -> CallPlanner:
         """What has planned for groups before simulated ranks ask, which can't trace."""
-        others = [rows_of_tokens(2 * self.world, TOKENS // 2)]
+        others = [self.rows_of(2 * self.world, TOKENS // 2)]
         made = planner_for(self.model, self.traced, self.plan, others, keep_double_program, training=True)
         made.groups((), self.example, (self.world, TOKENS))
         return made
@@ -56,13 +60,19 @@ class Family:
         return made
 
 
-def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked: str) -> Family:
+def family(
+    model: nn.Module,
+    world: int,
+    kinds: Sequence[tuple[int, str]],
+    asked: str,
+    rows_of: Callable[[int, int], Mapping[str, Tensor]] = rows_of_tokens,
+) -> Family:
     """`kinds`: the degree of groups and the constraints of their plan; the first has rows of `TOKENS`, each other one
     half as long.  `asked` is of the plan for all ranks; degrees are those among the ranks of a stage.
     """
     stages = [text for text in asked.split() if text.startswith(("pipeline=", "cuts=", "schedule=interleaved"))]
     num_stages = int(stages[0].partition("=")[2]) if stages else 1
-    example = rows_of_tokens(world, TOKENS)
+    example = rows_of(world, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))
     schedules = schedule_actions if stages else None
     plan = search(
@@ -71,13 +81,13 @@ def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked
     )  # fmt: skip
     groups: list[GroupPlan] = []
     for place, (degree, texts) in enumerate(kinds):
-        row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, TOKENS >> place)))
+        row = keep_double_program(autopar.api.trace_model(model, rows_of(1, TOKENS >> place)))
         request = SearchRequest(constraints=quick((*texts.split(), *stages)), schedules=schedules)
         devices = degree * num_stages
         found = quick_search(row.program, devices, request)
         groups.append(GroupPlan(TOKENS >> place, found.decisions))
     degrees = {group.tokens: group.decisions.group_size for group in groups}
-    return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), degrees)
+    return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), degrees, rows_of)
 
 
 def batches_of(

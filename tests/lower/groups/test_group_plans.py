@@ -91,7 +91,7 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert not why_no_groups(program, plan, request)
     assert not why_no_groups(program, plan, replace(request, constraints=("pipeline = 2",)))
     assert "constraints" in why_no_groups(program, plan, replace(request, constraints=("data=4",)))
-    assert "not a cross entropy averaged over its targets" in why_no_groups(replace(program, loss=""), plan, request)
+    assert "not divided by what inputs count" in why_no_groups(replace(program, loss=""), plan, request)
     batches = [np.array([TOKENS, 12, *[6] * 3, *[3] * 6]), np.array([8, 8, 8, 3, 2])]
     found = plan_groups(program, plan, batches, trace, prices, request)
     kinds = [(each.degree, each.tokens) for each in found.rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -128,15 +129,27 @@ def test_optional_inputs_may_be_there_in_some_steps_only(asked: str, has_kinds: 
 
 
 class _Illustrated(nn.Module):
-    """Puts images in the text, in the order of the text of all rows."""
+    """Puts images in the text, in the order of the text of all rows, after `change` of what it sees of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.change = change
         self.embedding, self.see, self.head = nn.Embedding(32, 12), nn.Linear(6, 12), nn.Linear(12, 32)
 
     def forward(self, input_ids: Tensor, labels: Tensor, images: Tensor) -> Tensor:
         hidden = self.embedding(input_ids)
-        hidden = hidden.masked_scatter((input_ids == 0)[:, :, None].expand_as(hidden), self.see(images))
+        seen = self.change(self.see(images))
+        hidden = hidden.masked_scatter((input_ids == 0)[:, :, None].expand_as(hidden), seen)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class _Averaged(_Illustrated):
+    """Adds a mean of all images to the text, with and without any."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, images: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        seen = self.see(images)
+        hidden = hidden.masked_scatter((input_ids == 0)[:, :, None].expand_as(hidden), seen) + seen.mean(0)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -152,16 +165,36 @@ class _Centered(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden - hidden.mean(0)).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("model", [_Illustrated(), _Centered()], ids=["images", "means"])
-def test_rows_that_are_not_independent_have_no_groups(model: nn.Module) -> None:
+def _why_not(model: nn.Module) -> str:
     ids = torch.ones(4, TOKENS, dtype=torch.int64)
     images = {"images": torch.zeros(6, 6)} if isinstance(model, _Illustrated) else {}
     program = autopar.api.trace_model(model, {"input_ids": ids, "labels": ids, **images}).program
     request = SearchRequest()
-    plan = search(program, 4, quick_prices(4), request)
-    assert "rows can't be computed one by one (4 microbatches would not be exact" in why_no_groups(
-        program, plan, request
-    )
+    return why_no_groups(program, search(program, 4, quick_prices(4), request), request)
+
+
+def test_rows_that_are_not_independent_have_no_groups() -> None:
+    assert "rows can't be computed one by one (4 microbatches would not be exact" in _why_not(_Centered())
+
+
+IMAGES: dict[str, tuple[_Illustrated, bool]] = {
+    "by itself": (_Illustrated(), True),
+    "taken apart": (_Illustrated(lambda seen: torch.cat(seen[:, None].unbind())), True),
+    "in another order": (_Illustrated(lambda seen: torch.cat(seen[:, None].unbind()[::-1])), False),
+    "some of them": (_Illustrated(lambda seen: torch.cat([*seen[:, None].unbind()[1:], seen[:1]])), False),
+    "flipped": (_Illustrated(lambda seen: seen.flip(0)), False),
+    "less the mean of all": (_Illustrated(lambda seen: seen - seen.mean(0)), False),
+    "running sums": (_Illustrated(lambda seen: seen.cumsum(0)), False),
+    "a mean in the text": (_Averaged(), False),
+}
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_images_are_of_their_row_if_each_is_computed_by_itself(case: str) -> None:
+    model, are_of_rows = IMAGES[case]
+    reason = _why_not(model)
+    assert ("is no sum over rows that are computed with their own images alone" in reason) == (not are_of_rows)
+    assert not (are_of_rows and reason)
 
 
 class _Scaled(nn.Module):
