@@ -344,10 +344,10 @@ def fast_buffers(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
         return Buffers()
     query, key, value = operands[:3]
     has_mask = len(operands) > 3
+    scores = query.num_elements // max(1, query.shape[-1]) * key.shape[-2] * itemsize_bytes(query.dtype)
     repeats = query.shape[-3] // max(1, key.shape[-3]) if len(query.shape) > 3 else 1
     is_repeated = repeats > 1 and not shares_heads(query.dtype, has_mask=has_mask)
     repeated = repeats * sum_bytes((key, value)) if is_repeated else 0.0
-    scores = query.num_elements // max(1, query.shape[-1]) * key.shape[-2] * itemsize_bytes(query.dtype)
     return Buffers(backward=repeated + (scores if has_mask and trains[3] else 0.0), kept=repeated)
 
 
