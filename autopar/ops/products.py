@@ -269,7 +269,7 @@ def padded_copies(product: RowProduct, operands: Types, result: TensorType) -> B
 
     It copies them with zeros added where the padded product is faster, which it measures while it compiles
     (torch/_inductor/fx_passes/pad_mm.py, torch 2.13).  A result that was padded is copied for its readers: as an output
-    and for backward, logits of 50257 entries were in memory three times (GPT-2 on an H100, torch 2.11).
+    and for backward, logits of 50257 entries were in memory three times (a model on an H100, torch 2.11).
 
     Args:
         product: which of the operands are rows and matrix.

@@ -22,9 +22,9 @@ Array = npt.NDArray[np.float64]
 # would gain less is below the error of prices, and makes every later step slower.
 _DISCOUNT = 0.002
 # In a run of equal layers, a pair is dropped if it takes so much longer than the best, in all layers of the run and
-# with the moves between them.  No proof, as what follows may save memory or suit neighbors: of LLaMA-3 8B on 64
-# devices, free and under 5 constraints, nearly all layers of simulated plans had strategies that were at most 0.005
-# slower, none was more than 0.12, and all plans are the same with and without it.
+# with the moves between them.  No proof, as what follows may save memory or suit neighbors: of a decoder of 8B
+# parameters on 64 devices, free and under 5 constraints, nearly all layers of simulated plans had strategies that were
+# at most 0.005 slower, none was more than 0.12, and all plans are the same with and without it.
 _SLOWER = 0.25
 
 

@@ -8,12 +8,12 @@ fused kernels are never more than those of their ops.
 It mostly holds on fewer devices, too, which is a heuristic.  A strategy of a group with 1/k of the devices has a twin
 on all of them: the outermost axis is k times as large, the batch is split on it, and there are 1/k as many
 microbatches.  The twin does in each microbatch what the strategy does, and so 1/k as much in all.  But it may not be
-among the candidates, as it gathers and reduces more of parameters: for LLaMA-3 405B on 16,384 devices, where these take
-longer than compute, groups need 0.75 times what all devices say.  So all devices only speak for groups if their best
-plan takes little more than its layers at least (`_NEAR`), and if neither the data degree nor collectives of parameters
-in each microbatch are demanded.  Of LLaMA-3 8B and 70B on 64 devices, free and with tensor degrees of 4 and 8, groups
-took 0.998 to 1.13 times as long as all devices said, whatever `_NEAR`; hence `_SAME`.  What is known of layers without
-demands is taken to hold for those that demand something.
+among the candidates, as it gathers and reduces more of parameters: for a decoder of 405B parameters on 16,384 devices,
+where these take longer than compute, groups need 0.75 times what all devices say.  So all devices only speak for groups
+if their best plan takes little more than its layers at least (`_NEAR`), and if neither the data degree nor collectives
+of parameters in each microbatch are demanded.  Of decoders of 8B and 70B parameters on 64 devices, free and with tensor
+degrees of 4 and 8, groups took 0.998 to 1.13 times as long as all devices said, whatever `_NEAR`; hence `_SAME`.  What
+is known of layers without demands is taken to hold for those that demand something.
 """
 
 from __future__ import annotations

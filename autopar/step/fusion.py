@@ -270,7 +270,7 @@ def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None, *, 
 
 def _scattered_bytes(node: TensorNode) -> float:
     """Bytes that the backward of a selection takes, of the largest elements say: the gradient is scattered into zeros,
-    which is a kernel of its own, and added to others in float32 (sinks of GPT-OSS on an H100, torch 2.11).
+    which is a kernel of its own, and added to others in float32 (attention with sinks on an H100, torch 2.11).
     """
     selects = node.op is not None and len(node.op.results) == 2 and node.types[-1].dtype == "int64"  # value, index
     operand = node.types[0]

@@ -74,7 +74,7 @@ def test_a_plan_for_a_distribution_is_a_family_over_one_storage() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(LengthError, match=r"has 27 tokens, but a row of the example inputs holds 26.*clipped\(26\)"):
         autopar.plan(model, cluster, example, lengths=Lengths.of([1, 27]))
-    for wrong, message in ((3, "lengths is a int"), ({0: 1}, "at least 1"), ({-4: 1, 2: 1}, "at least 1")):
+    for wrong, message in ((3, "lengths is an int"), ({0: 1}, "at least 1"), ({-4: 1, 2: 1}, "at least 1")):
         with pytest.raises(LengthError, match=message):
             autopar.plan(model, cluster, example, lengths=wrong)  # type: ignore[arg-type]
     fixed, inputs = make_plain_gpt(batch=4)  # whose positions are as many as its places

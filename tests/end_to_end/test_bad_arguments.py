@@ -85,7 +85,7 @@ def test_a_tensor_alone_is_the_one_argument() -> None:
     ("arguments", "kind", "told"),
     [
         ({"inputs": "abc"}, ExampleInputsError, "example_inputs is a str: pass one batch"),
-        ({"inputs": 5}, ExampleInputsError, "example_inputs is a int"),
+        ({"inputs": 5}, ExampleInputsError, "example_inputs is an int"),
         ({"inputs": {X}}, ExampleInputsError, "example_inputs is a set"),
         ({"inputs": ()}, ExampleInputsError, "missing a required argument: 'x'"),
         ({"memory": 10**400}, ConstraintError, "not an amount of memory"),
