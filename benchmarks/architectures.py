@@ -8,6 +8,9 @@ and trained for two steps in float64 on four simulated ranks: by the plan of a f
 of one for two stages), and by a random plan.  Its loss must be within 1e-10 of one device's, gradients within 1e-8,
 parameters after the steps within 1e-6, relative: batch norm over four values after a ReLU magnifies rounding so much.
 Models that draw random numbers in training are not compared, as ranks draw others than one device.
+
+With ``--stand-in`` each is trained for two steps in float32 on one device that is no CPU (`tests.stand_in_device`), on
+which ops on tensors of two devices fail as on a GPU; losses must be within 1e-3 of those on the CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +35,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 from transformers.models.auto import modeling_auto
 
+import autopar
 from autopar.errors import AutoparError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
@@ -46,6 +53,7 @@ from autopar.search import SearchRequest, search
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.verify import compare
 from autopar.verify.rehearsal import keep_double_program, run_parallel, run_single
+from tests import stand_in_device
 from tests.random_plans import random_plan
 from tests.zoo import quick_prices
 
@@ -275,8 +283,50 @@ def check(task: str, kind: str) -> tuple[str, str]:
     return "equal", ""
 
 
-def check_apart(task: str, kind: str, seconds: int) -> tuple[str, str]:
-    """`check` in a process of its own, with a limit of CPU seconds, and of ten times as many in case it hangs."""
+def check_on_stand_in(task: str, kind: str) -> tuple[str, str]:
+    """Train one model on a device that is no CPU; what `check` returns."""
+    try:
+        model, inputs = make_model(task, kind)
+    except Exception as error:  # noqa: BLE001  (anything: it is not what is looked at)
+        return "not built", f"{type(error).__name__}: {str(error)[:600]}"
+    model = model.float()
+    inputs = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, inputs)
+    try:
+        alone, again = (losses_of(copy.deepcopy(model), inputs) for _ in range(2))
+    except Exception as error:  # noqa: BLE001  (as above)
+        return "doesn't run", f"{type(error).__name__}: {str(error)[:300]}"
+    dist.init_process_group(stand_in_device.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    moved = tree_map_only(Tensor, lambda x: x.to(stand_in_device.NAME), inputs)
+    mesh = init_device_mesh(stand_in_device.NAME, (1,))
+    try:
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, moved, profile=False, compile=False)
+        found = losses_of(parallel, moved)
+    except AutoparError as error:
+        return "refused", f"{type(error).__name__}: {str(error)[:300]}"
+    except Exception:  # noqa: BLE001  (what it is stands in the traceback)
+        return "FAILED", traceback.format_exc()[-1500:]
+    if alone != again:
+        return "random", "trained, and not compared"
+    return ("equal", "") if found == pytest.approx(alone, rel=1e-3) else ("WRONG", f"{alone} {found}")
+
+
+def losses_of(model: nn.Module, inputs: dict[str, Any]) -> list[float]:
+    """Of two steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for _ in range(STEPS):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_apart(check: Callable[[str, str], tuple[str, str]], task: str, kind: str, seconds: int) -> tuple[str, str]:
+    """What `check` says, in a process of its own; it may take so many CPU seconds, and ten times as long in case it
+    hangs.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -304,9 +354,12 @@ def main() -> None:
     parser.add_argument("--task", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--only", nargs="*", help="model types, such as llama")
     parser.add_argument("--seconds", type=int, default=200, help="CPU seconds for each model")
+    parser.add_argument("--stand-in", action="store_true", help="on one device that is no CPU")
     parser.add_argument("--json", type=Path, help="a line is added for each model; what stands there is not run again")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    if given.stand_in:  # before the first backward, in which torch counts its devices
+        stand_in_device.register("Ascend910B4")
     names = ("autopar", "torch", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     print(f"# {' '.join(sys.argv)}: {versions}, Python {platform.python_version()}", flush=True)
@@ -323,7 +376,7 @@ def main() -> None:
                 continue
             row = known.get((task, kind))
             if row is None:
-                word, what = check_apart(task, kind, given.seconds)
+                word, what = check_apart(check_on_stand_in if given.stand_in else check, task, kind, given.seconds)
                 row = {"task": task, "kind": kind, "word": word, "what": what}
                 if given.json:
                     with given.json.open("a") as file:
