@@ -17,9 +17,10 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.kernels import KERNELS, OPS, resolve_target
+from autopar.lower.kernels import KERNELS, OPS, resolve_target, run_ops
 from autopar.lower.kernels.batch_norm import batch_norm
 from autopar.placement import Axis
+from autopar.program import Op, Ref
 from tests.ranks import run_ranks
 
 WORLDS = {
@@ -398,3 +399,12 @@ def test_on_gpus_attention_is_called_so_that_a_fast_kernel_runs(monkeypatch: pyt
         assert options == {"enable_gqa": False}
     assert calls[2][1].shape == key.shape
     assert calls[2][-1] == {"enable_gqa": True}
+
+
+def test_ops_that_follow_no_operand_run_where_the_values_are() -> None:
+    ops = [
+        Op("a", "aten.arange.default", (4,), (), ("steps",)),
+        Op("b", "aten.add.Tensor", (Ref("x"), Ref("steps")), (), ("sum",)),
+    ]
+    assert run_ops(ops, {"x": torch.empty(4, device="meta")})["sum"].device.type == "meta"
+    assert run_ops(ops, {"x": torch.ones(4)})["sum"].tolist() == [1, 2, 3, 4]

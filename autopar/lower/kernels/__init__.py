@@ -23,7 +23,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ops import own_families
 from autopar.program import Arg, Op, Ref
 
-__all__ = ["APART", "KERNELS", "OPS", "PARTS", "resolve_target", "run_ops", "torch_argument"]
+__all__ = ["APART", "KERNELS", "OPS", "PARTS", "chooses_device", "resolve_target", "run_ops", "torch_argument"]
 
 _MODULES = {"operator": operator, "_operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _FILES = tuple(import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -89,11 +89,21 @@ def torch_argument(arg: Arg, value_of: Callable[[Ref], Any]) -> Any:
     return arg
 
 
+def chooses_device(op: Op) -> bool:
+    """Whether a call says where its result is, having no operand to follow; torch would make it on the CPU."""
+    schema = getattr(resolve_target(op.target), "_schema", None)
+    takes_device = schema is not None and any(argument.name == "device" for argument in schema.arguments)
+    return takes_device and (not op.operands or any(key == "device" for key, _ in op.kwargs))
+
+
 def run_ops(ops: Sequence[Op], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`values` and what `ops`, which have one result each, make of them, whole tensors by name."""
     known = dict(values)
+    device = next((x.device for x in values.values()), torch.device("cpu"))
     for op in ops:
         args = [torch_argument(arg, lambda ref: known[ref.name]) for arg in op.args]
         kwargs = {key: torch_argument(arg, lambda ref: known[ref.name]) for key, arg in op.kwargs}
+        if chooses_device(op):
+            kwargs["device"] = device
         known[op.results[0]] = resolve_target(op.target)(*args, **kwargs)
     return known

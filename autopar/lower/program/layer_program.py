@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.kernels import resolve_target, torch_argument
+from autopar.lower.kernels import chooses_device, resolve_target, torch_argument
 from autopar.lower.program.layer_ops import (
     begin_kernel,
     continue_kernel,
@@ -31,7 +31,7 @@ from autopar.lower.program.layer_ops import (
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
 from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
-from autopar.program import Layer, Op, Program
+from autopar.program import Layer, Program
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.instructions import (
     InParts,
@@ -111,13 +111,6 @@ def layer_program(
     if not any(gets_gradient(program, x) for x in put_out):
         unread = []  # its backward runs for them or not at all
     return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun), tuple(unread))
-
-
-def _chooses_device(op: Op) -> bool:
-    """Whether a call says where its result is, having no operand to follow; torch would make it on the CPU."""
-    schema = getattr(resolve_target(op.target), "_schema", None)
-    takes_device = schema is not None and any(argument.name == "device" for argument in schema.arguments)
-    return takes_device and (not op.operands or any(key == "device" for key, _ in op.kwargs))
 
 
 @dataclass
@@ -270,7 +263,7 @@ class _Emitter:
         for position in op.size_args:
             args[position] = state.result_types[0].shape
         kwargs = {key: torch_argument(arg, lambda _: next(operands)) for key, arg in op.kwargs}
-        if _chooses_device(op):
+        if chooses_device(op):
             kwargs["device"] = torch.device(self.device)
         return tuple(args), kwargs
 
