@@ -155,7 +155,8 @@ def trace(
         captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)
-        check_dtypes(graph, form)
+        if not _casts_here(device_type):
+            check_dtypes(graph, form)
         graph = normalize(graph)
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *form.notes, *_dropped_notes(captured.outputs)))
     layers = divide_layers(graph, cut_layers(graph, captured.classes), needs)
@@ -180,6 +181,12 @@ def trace(
     )
     unflatten = _Unflatten(captured.outputs)
     return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values)
+
+
+def _casts_here(device_type: str) -> bool:
+    """Whether autocast is in force around the trace, as for a compiler backend; then ops cast when they run."""
+    kinds = {"cpu", device_type}
+    return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def _capture(

@@ -66,9 +66,11 @@ def test_a_position_bias_is_computed_once():
     model, inputs = models.make_t5(batch=4, layers=3)
     program = trace(model, (), inputs).program
     # GPUs have fast attention for masks without gaps between columns alone, which the model asks for.
-    clones = [op for layer in program.layers for op in layer.ops if op.target == "aten.clone.default"]
-    assert clones
-    assert all(("memory_format", "torch.contiguous_format") in op.kwargs for op in clones)
+    ops = {name: op for layer in program.layers for op in layer.ops for name in op.results}
+    masks = [ops[op.operands[3]] for op in ops.values() if "attention" in op.target and len(op.operands) > 3]
+    copies = [mask for mask in masks if mask.target == "aten.clone.default"]
+    assert len(copies) == 6  # those with a bias; cross attention has none
+    assert all(("memory_format", "torch.contiguous_format") in mask.kwargs for mask in copies)
     tables = {name for name, member in program.parameters.items() if "relative_attention_bias" in member}
     assert len(tables) == 2
     for table in tables:
