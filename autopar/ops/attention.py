@@ -17,7 +17,6 @@ __all__ = [
     "FAMILIES",
     "WINDOWS",
     "document_length",
-    "fast_buffers",
     "second_document_length",
     "shares_heads",
     "with_document_length",
@@ -111,6 +110,11 @@ def _window(op: Op) -> int:
     return cast("int", op.args[4] if op.target == WINDOWS else argument(op, 8, "window", 0))
 
 
+def _keys_and_values(operands: Types) -> float:
+    """How many times the size of the keys both have together."""
+    return 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
+
+
 def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Half of the rows are sent to the mirrored device, and half of the result comes back; so do their gradients.
 
@@ -134,7 +138,7 @@ def _ring_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     devices.
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
-    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
+    both = _keys_and_values(operands)
     wide = "float64" if dtype == "float64" else "float32"
     sends = [
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
@@ -182,7 +186,7 @@ def _document_ring(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
     wide = "float64" if dtype == "float64" else "float32"
-    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
+    both = _keys_and_values(operands)
     growth = _shared_parts(op, operands)
     exchanges = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
     exchanges += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
@@ -228,7 +232,7 @@ def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[
 
 def _window_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Rows of keys and values are sent to the next device, and their gradients back."""
-    both = 1.0 + operands[2].num_elements / max(1, operands[1].num_elements)  # a batch may have no rows
+    both = _keys_and_values(operands)
     count = max(0, _window(op) - 1) * both
     sends = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
     return tuple(sends) if count else ()
@@ -333,15 +337,13 @@ def shares_heads(dtype: str, *, has_mask: bool) -> bool:
     return dtype in ("bfloat16", "float16") and not has_mask
 
 
-def fast_buffers(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
-    """What torch's attention needs on a GPU besides what the kernel reads, makes and saves.
+def _buffers_on_gpus(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
+    """What torch's attention needs besides what a fast kernel reads, makes and saves.
 
     Where no fast kernel `shares_heads`, keys and values are made for every head of the query, and saved
     (`lower.kernels.masked_attention`); so are their gradients.  A mask gets a gradient for every head of every row of
     the batch, which is then summed.
     """
-    if op.target != "aten.scaled_dot_product_attention.default":
-        return Buffers()
     query, key, value = operands[:3]
     has_mask = len(operands) > 3
     scores = query.num_elements // max(1, query.shape[-1]) * key.shape[-2] * itemsize_bytes(query.dtype)
@@ -367,6 +369,7 @@ FAMILIES = (
             "ring_attention": Kernel(_ring_sends, unit=2, traveling=(1, 2)),
         },
         buffers=_buffers,
+        buffers_on_gpus=_buffers_on_gpus,
         count_work=_work(-2, _runs_new_kernel),
         function="attention",
         saves=_saves,

@@ -134,6 +134,8 @@ class OpFamily:
             save.
         buffers: bytes of temporaries, given a call, its local operands and results, which operands need gradients, and
             whether a special kernel runs it.
+        buffers_on_gpus: what a call needs besides on GPUs, where no special kernel runs it, given its local operands
+            and which of them need gradients.
         num_differentiable: how many of the results, counted from the first, can have a gradient; None for all.
         gradient: ``"own"``: operands have gradients of their own; ``"passed"``: operands of the result's size get the
             gradient of the result itself; ``"parts"``: operands get views of it.
@@ -165,6 +167,7 @@ class OpFamily:
     saves: Callable[[Op, Types, Types], Saves] | None = None
     runs_plain: bool = False
     buffers: Callable[[Op, Types, Types, Sequence[bool], bool], Buffers] = _no_buffers
+    buffers_on_gpus: Callable[[Op, Types, Sequence[bool]], Buffers] = lambda op, operands, trains: _NO_BUFFERS
     num_differentiable: int | None = None
     gradient: str = "own"
     place: PlaceResult | None = None

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
-from autopar.ops.attention import fast_buffers
 from autopar.ops.family import Buffers
 from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
@@ -240,8 +239,8 @@ class _TensorGraphBuilder:
         results = [self.located[index] for index in run.results]
         trained = [placed.flows[name].value.requires_grad for name in op.results]
         saves, extra = self._saved(op)
-        is_fast = self.fuses_attention and family.is_attention and not has_kernel
-        fast = fast_buffers(op, state.operand_types, trains) if is_fast else Buffers()
+        runs_on_gpus = self.fuses_attention and not has_kernel
+        more = family.buffers_on_gpus(op, state.operand_types, trains) if runs_on_gpus else Buffers()
         keys = [each.key for each in (*operands, *results)]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
         is_apart = op.is_random or family.runs_apart
@@ -253,9 +252,9 @@ class _TensorGraphBuilder:
                 targets=tuple(each.target for each, takes in zip(results, trained, strict=True) if takes),
                 sources=tuple(each.target for each, takes in zip(operands, trains, strict=True) if takes),
                 saves=tuple(keys[i] for i in saves if i or not buffers.kept),
-                saved_extra=extra * share + buffers.kept + fast.kept,
+                saved_extra=extra * share + buffers.kept + more.kept,
                 forward_extra=buffers.forward,
-                backward_extra=buffers.backward + fast.backward,
+                backward_extra=buffers.backward + more.backward,
                 passes_gradient=op.is_view or family.gradient != "own",
                 splits_gradient=family.gradient == "parts",
                 op=op,

@@ -4,9 +4,8 @@ A region is recognized by what it computes.  It begins where the experts of all 
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
 back in their order, or added up by their tokens.  Where the rows of each token are added up next, that belongs to the
-region.  Then the new op and
-the model's own ops are run, both in float64 and on skewed random numbers: results and gradients must agree, or the
-region stays as it is.  So is found whether it can be cut in the inner width.
+region.  Then the new op and the model's own ops are run, both in float64 and on skewed random numbers: results and
+gradients must agree, or the region stays as it is.  So is found whether it can be cut in the inner width.
 """
 
 from __future__ import annotations

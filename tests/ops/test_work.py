@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.ops import count_work
-from autopar.ops.attention import fast_buffers
+from autopar.ops import count_work, family_of
 from autopar.ops.family import Buffers
 from autopar.program import Op, Ref
 from tests.cost.ops import ATTENTION, LINEAR, MUL, op, tensor
@@ -107,11 +106,12 @@ def test_ops_of_the_trace_are_counted(target):
 
 
 def test_attention_on_gpus_repeats_heads_that_no_fast_kernel_shares():
+    buffers = family_of(ATTENTION.target).buffers_on_gpus
     query, key, mask = tensor(2, 8, 16, 32), tensor(2, 2, 16, 32), tensor(1, 8, 16, 16)
     repeated = 2 * 2 * query.num_bytes  # keys and values, in float32
-    wide = fast_buffers(ATTENTION, [replace(each, dtype="float32") for each in (query, key, key)], (True,) * 3)
+    wide = buffers(ATTENTION, [replace(each, dtype="float32") for each in (query, key, key)], (True,) * 3)
     assert (wide.kept, wide.backward) == (repeated, repeated)
-    assert fast_buffers(ATTENTION, (query, key, key), (True,) * 3) == Buffers()
-    masked = fast_buffers(ATTENTION, (query, key, key, mask), (True,) * 4)
+    assert buffers(ATTENTION, (query, key, key), (True,) * 3) == Buffers()
+    masked = buffers(ATTENTION, (query, key, key, mask), (True,) * 4)
     gradient_of_mask = 2 * 8 * 16 * 16 * 2
     assert (masked.kept, masked.backward) == (repeated / 2, repeated / 2 + gradient_of_mask)

@@ -217,8 +217,9 @@ class GroupSteps:
         first = self._first
         # As long as a row of the example, where it is known which dims have tokens.
         made = self._executables(*opened.row_like(tokens), (1, tokens))
+        planned = loss_count(first.executable.program)
         known = [loss_count(executable.program) for executable in made]
-        counted = [each for each in known if each is not None and _is_like(each, loss_count(first.executable.program))]
+        counted = [each for each in known if each is not None and _is_like(each, planned)]
         if len(counted) < len(made):
             raise LossError(
                 f"ranks pass rows of unlike lengths with the inputs {list(opened.call.named)}, from which the model "

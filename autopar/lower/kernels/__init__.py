@@ -11,6 +11,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
@@ -91,9 +92,13 @@ def torch_argument(arg: Arg, value_of: Callable[[Ref], Any]) -> Any:
 
 def chooses_device(op: Op) -> bool:
     """Whether a call says where its result is, having no operand to follow; torch would make it on the CPU."""
-    schema = getattr(resolve_target(op.target), "_schema", None)
-    takes_device = schema is not None and any(argument.name == "device" for argument in schema.arguments)
-    return takes_device and (not op.operands or any(key == "device" for key, _ in op.kwargs))
+    return _takes_device(op.target) and (not op.operands or any(key == "device" for key, _ in op.kwargs))
+
+
+@cache  # steps of groups ask for every op that counts
+def _takes_device(target: str) -> bool:
+    schema = getattr(resolve_target(target), "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
 def run_ops(ops: Sequence[Op], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
