@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +14,15 @@ import autopar
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
-from autopar.verify.rehearsal import SteadyAdamW, run_single
+from autopar.verify.rehearsal import run_single
 from tests.data.test_balanced_models import CASES, TOKENS, Alone, Sample, Samples, size
+from tests.data.unlike_groups import STEPS, check_trained, trained, with_groups
 from tests.lower.groups.cases import Family, family
 from tests.lower.runs import loss_of
 from tests.ranks import run_ranks
 
 # Of images and clips of several resolutions, one alone, so that most ranks have none, and many small ones.
 MIXES = {"mixed": [4, 6, 16, 1, 9, 2, 8], "a giant": [16], "small ones": [8, 8, 8, 3, 1, 8, 8, 8, 2]}
-STEPS = 5
 
 
 def family_of(case: str, world: int, asked: str, *, nests: bool) -> Family:
@@ -40,10 +38,7 @@ def family_of(case: str, world: int, asked: str, *, nests: bool) -> Family:
         return example | ({"position_ids": places} if packs else {"attention_mask": torch.ones_like(places)})
 
     found = family(model, world, [(2, "sequence=2" if packs else "tensor=2"), (1, "")], asked, rows_of)
-    groups = (GroupRow(2, TOKENS, 2.0, 0.0), GroupRow(1, TOKENS // 2, 1.0, 0.0))
-    row = replace(found.plan.prediction.row, step_s=100.0)
-    lengths = LengthPrediction(plans=(LengthPlan(row),), groups=groups, coupling_s=0.5, nests=nests)
-    return replace(found, plan=replace(found.plan, prediction=replace(found.plan.prediction, lengths=lengths)))
+    return with_groups(found, nests=nests)
 
 
 def batch_of(found: Family, case: str, talk: Communicator, made: Any, lengths: Sequence[int]) -> Sample:
@@ -64,22 +59,8 @@ def train(case: str, world: int, asked: str, nests: bool, talk: Communicator | N
     def rank(talk: Communicator) -> Any:
         made: Any = found.build(talk)
         batches = [batch_of(found, case, talk, made, mix) for mix in MIXES.values()]
-        alone: list[Any] = []
-        for batch in batches:
-            loss = loss_of(made(**batch))
-            loss.backward()
-            alone.append((loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()}))
-            made.zero_grad()
-        optimizer = SteadyAdamW(made.parameters())
-        losses: list[float] = []
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(made(**batches[0]))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
         rows = [[len(row) for row in next(iter(batch.values())).unbind()] for batch in batches]
-        return alone, losses, made.full_state_dict(), rows
+        return *trained(made, batches), rows
 
     return simulate(world, rank) if talk is None else rank(talk)
 
@@ -89,24 +70,15 @@ def check(case: str, ranks: list[Any]) -> list[list[list[int]]]:
     make, names, packs = CASES[case]
     torch.manual_seed(0)
     model = make().double()
-    for place, mix in enumerate(MIXES.values()):
-        steps = 1 if place else STEPS
-        alone = Alone(model, Samples(mix, names), packs=packs)
-        single = run_single(alone, {"x": torch.zeros(1).double()}, steps, in_double=True)
-        for results, losses, state, _ in ranks:
-            loss, gradients = results[place]
-            assert loss == pytest.approx(single.losses[0], rel=1e-12)
-            check_close(gradients, single.gradients)
-            if not place:
-                assert losses == pytest.approx(single.losses, rel=1e-9)
-                check_close(state, single.parameters)
+    singles = [
+        run_single(
+            Alone(model, Samples(mix, names), packs=packs), {"x": torch.zeros(1).double()}, 1 if place else STEPS,
+            in_double=True,
+        )
+        for place, mix in enumerate(MIXES.values())
+    ]  # fmt: skip
+    check_trained(ranks, singles)
     return [rows for *_, rows in ranks]
-
-
-def check_close(found: dict[str, Tensor], expected: Any) -> None:
-    largest = max(float(x.abs().max()) for x in expected.values())
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name.removeprefix("model.")], x, rtol=0, atol=1e-9 * largest)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 import autopar
 from autopar.data import EncoderRows
@@ -18,37 +17,15 @@ from autopar.errors import InputShapeError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 from autopar.planning.length_plans import row_tracer
-from autopar.verify.rehearsal import SteadyAdamW, run_single
+from autopar.verify.rehearsal import run_single
+from tests.data.unlike_groups import STEPS, check_trained, trained, with_groups
 from tests.lower.groups.cases import TOKENS, Family, family
-from tests.lower.runs import loss_of
 from tests.models import skip_before_transformers_5
-from tests.parity.test_image_text import IMAGE, PLACES, size, small_llava
+from tests.parity.test_image_text import IMAGE, PLACES, Alone, Captions, size, small_llava
 from tests.ranks import run_ranks
 
-STEPS = 5
 Sample = dict[str, Tensor]
-
-
-class Captions(Dataset[Sample]):
-    """Text of so many words after so many images."""
-
-    def __init__(self, sizes: list[tuple[int, int]]) -> None:
-        self.images = [images for images, _ in sizes]
-        self.words = [words for _, words in sizes]
-        self.lengths = [images * PLACES + words for images, words in sizes]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        random = torch.Generator().manual_seed(index)
-        count = self.images[index]
-        words = torch.randint(0, IMAGE, (self.words[index],), generator=random)
-        ids = torch.cat([torch.full((count * PLACES,), IMAGE), words])
-        pixels = torch.randn(count, 3, 4, 4, generator=random, dtype=torch.float64)
-        return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": pixels}
 
 
 # Images and words of the samples of a step, of which some rows are to hold several.
@@ -58,22 +35,6 @@ MIXES = {
     "few images": [(0, 16), (0, 5), (1, 1), (0, 8), (0, 7)],
     "no image": [(0, 16), (0, 5), (0, 8), (0, 7)],
 }
-
-
-class Alone(nn.Module):
-    """The mean loss over all predicted words of captions, each of which runs alone."""
-
-    def __init__(self, model: nn.Module, captions: Captions) -> None:
-        super().__init__()
-        self.model, self.captions = model, captions
-
-    def forward(self, x: Tensor) -> Tensor:
-        total, counted = x.sum(), 0
-        for sample in (self.captions[index] for index in range(len(self.captions))):
-            count = int((sample["labels"][1:] != -100).sum())
-            batch = {name: x if name == "pixel_values" else x[None] for name, x in sample.items() if len(x)}
-            total, counted = total + count * loss_of(self.model(**batch)), counted + count
-        return total / counted
 
 
 def rows_of(rows: int, tokens: int) -> Sample:
@@ -88,11 +49,7 @@ def rows_of(rows: int, tokens: int) -> Sample:
 
 @cache
 def family_of(world: int, asked: str, *, nests: bool) -> Family:
-    found = family(small_llava(), world, [(2, "tensor=2"), (1, "")], asked, rows_of)
-    groups = (GroupRow(2, TOKENS, 2.0, 0.0), GroupRow(1, TOKENS // 2, 1.0, 0.0))
-    row = replace(found.plan.prediction.row, step_s=100.0)
-    lengths = LengthPrediction(plans=(LengthPlan(row),), groups=groups, coupling_s=0.5, nests=nests)
-    found = replace(found, plan=replace(found.plan, prediction=replace(found.plan.prediction, lengths=lengths)))
+    found = with_groups(family(small_llava(), world, [(2, "tensor=2"), (1, "")], asked, rows_of), nests=nests)
     text = {name: x for name, x in found.example.items() if name != "pixel_values"}
     found.planner.groups((), text, (world, TOKENS))  # simulated ranks can't trace
     return found
@@ -115,47 +72,20 @@ def train(world: int, asked: str, nests: bool, is_indexed: bool, talk: Communica
                 }
             loader: Any = DataLoader(captions, batch_size=len(captions))
             batches += autopar.balanced(loader, made, shifts="labels", **said)
-        alone: list[Any] = []
-        for batch in batches:
-            loss = loss_of(made(**batch))
-            loss.backward()
-            own = {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
-            alone.append((loss.item(), {n: made._whole(n, x) for n, x in own.items()}))
-            made.zero_grad()
-        optimizer = SteadyAdamW(made.parameters())
-        losses: list[float] = []
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(made(**batches[0]))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
         rooms = [len(row) for row in batches[0]["pixel_values"].unbind()]
-        return alone, losses, made.full_state_dict(), rooms
+        return *trained(made, batches), rooms
 
     return simulate(world, rank) if talk is None else rank(talk)
 
 
 def check(ranks: list[Any]) -> None:
     """What `ranks` trained is what one device trains of each sample alone."""
-    for place, sizes in enumerate(MIXES.values()):
-        single = run_single(
-            Alone(small_llava(), Captions(sizes)), {"x": torch.zeros(1).double()}, 1 if place else STEPS, in_double=True
-        )
-        for results, losses, state, _ in ranks:
-            loss, gradients = results[place]
-            assert loss == pytest.approx(single.losses[0], rel=1e-12)
-            assert {f"model.{name}" for name in gradients} == single.gradients.keys()
-            check_close(gradients, single.gradients)
-            if not place:
-                assert losses == pytest.approx(single.losses, rel=1e-9)
-                check_close(state, single.parameters)
-
-
-def check_close(found: dict[str, Tensor], expected: Any) -> None:
-    largest = max(float(x.abs().max()) for x in expected.values())
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name.removeprefix("model.")], x, rtol=0, atol=1e-9 * largest)
+    x = {"x": torch.zeros(1).double()}
+    singles = [
+        run_single(Alone(small_llava(), Captions(sizes)), x, 1 if place else STEPS, in_double=True)
+        for place, sizes in enumerate(MIXES.values())
+    ]
+    check_trained(ranks, singles)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,10 +87,16 @@ def test_more_images_than_fit_are_refused_before_they_are_computed() -> None:
         planner((), more, True)
 
 
-class Captions(Dataset[dict[str, Tensor]]):
-    """Text of several lengths after several images."""
+SIZES = ((2, 3), (0, 9), (1, 1), (1, 7))  # images and words of captions
 
-    images, words = (2, 0, 1, 1), (3, 9, 1, 7)
+
+class Captions(Dataset[dict[str, Tensor]]):
+    """Text of so many words after so many images."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]] = SIZES) -> None:
+        self.images = [images for images, _ in sizes]
+        self.words = [words for _, words in sizes]
+        self.lengths = [images * PLACES + words for images, words in sizes]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -106,13 +113,13 @@ class Captions(Dataset[dict[str, Tensor]]):
 class Alone(nn.Module):
     """The mean loss over all predicted words of captions, each of which runs alone."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, captions: Captions) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.captions = model, captions
 
     def forward(self, x: Tensor) -> Tensor:
         total, counted = x.sum(), 0
-        for sample in (Captions()[index] for index in range(len(Captions()))):
+        for sample in (self.captions[index] for index in range(len(self.captions))):
             count = int((sample["labels"][1:] != -100).sum())
             batch = {name: x if name == "pixel_values" else x[None] for name, x in sample.items() if len(x)}
             total, counted = total + count * loss_of(self.model(**batch)), counted + count
@@ -133,7 +140,7 @@ def test_a_balanced_loader_distributes_images_apart_from_their_text() -> None:
     plan = forced_plan(traced.program, 2, "data=2")
     fewer = {**example, "pixel_values": torch.zeros(4, 3, 4, 4, dtype=torch.float64)}
     planner = planner_for(model, traced, plan, [fewer], keep_double_program, training=True)
-    single = run_single(Alone(model), {"x": torch.zeros(1).double()}, 1, in_double=True)
+    single = run_single(Alone(model, Captions()), {"x": torch.zeros(1).double()}, 1, in_double=True)
 
     def rank(talk: Communicator) -> Any:
         made: Any = build(model, traced, plan, talk, planner=planner)
@@ -169,12 +176,6 @@ def loaded(captions: Any = None, forward: Any = FakeModel.forward, **arguments: 
     return simulate(2, act)
 
 
-class Words(Captions):
-    """Text without any image."""
-
-    images = (0, 0, 0, 0)
-
-
 def takes_images(input_ids: Tensor, pixel_values: Tensor | None = None) -> None: ...
 
 
@@ -186,7 +187,8 @@ def needs_images(input_ids: Tensor, pixel_values: Tensor) -> None: ...
 
 @pytest.mark.parametrize(("forward", "has_images"), [(takes_images, False), (takes_any, False), (needs_images, True)])
 def test_batches_without_images_leave_out_what_forward_does_not_need(forward: Any, has_images: bool) -> None:
-    for batch in loaded(Words(), forward, encoder="pixel_values"):
+    words = Captions([(0, count) for _, count in SIZES])
+    for batch in loaded(words, forward, encoder="pixel_values"):
         assert ("pixel_values" in batch) == has_images
 
 
