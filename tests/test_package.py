@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.command import main
+from autopar.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

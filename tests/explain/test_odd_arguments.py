@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.command import main
+from autopar.__main__ import main
 from autopar.planning.arguments import read_bytes
 from autopar.suggestions import kind_of
 

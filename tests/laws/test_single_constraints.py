@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.known_layers import KnownLayers

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.plan import Plan
+from autopar.planning.building import call_planner
 from autopar.trace import Traced, trace
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_plan, with_stages

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.api import trace_model
 from autopar.errors import ConstraintError, PlanFormatError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of, run_ranks

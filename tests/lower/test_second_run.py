@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import call_planner, trace_model
 from autopar.errors import AutoparError, OutputError, PlanMismatchError
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.parallel_module import ParallelModule
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.planning.building import call_planner
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.step.plan_check import check_fit
 from tests.lower.runs import build

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.errors import ConstraintError, SubmoduleError
 from autopar.lower import Executable
 from autopar.plan import Plan
+from autopar.planning.building import call_planner
 from autopar.planning.call_plans import CallPlanner
 from autopar.trace import Traced, trace
 from autopar.verify.rehearsal import run_ranks

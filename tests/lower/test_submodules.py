@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.errors import SubmoduleError
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.building import call_planner
 from autopar.trace import trace
 from tests.lower.runs import build
 from tests.random_plans import random_plan

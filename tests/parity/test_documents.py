@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from autopar.api import trace_model
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
@@ -21,6 +20,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Op
 from autopar.search import SearchRequest
 from autopar.verify import compare, verify

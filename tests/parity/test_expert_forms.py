@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.ops.experts import EXPERTS
+from autopar.planning.call_traces import trace_model
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 

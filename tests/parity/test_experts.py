@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.errors import ConstraintError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import StepReport
@@ -22,6 +21,7 @@ from autopar.ops import family_of
 from autopar.ops.experts import EXPERTS, read_body
 from autopar.placement import local_shape
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
 from autopar.search import SearchRequest

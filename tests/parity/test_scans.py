@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.api import trace_model
+from autopar.planning.call_traces import trace_model
 from tests.models import tokens
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning import logits
+from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.program import Program
 from autopar.search import SearchRequest, candidate_sets, layer_work, plan_search, search

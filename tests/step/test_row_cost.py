@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
+from autopar.planning.call_traces import trace_model
 from autopar.planning.document_lengths import read_lengths, with_lengths
 from autopar.search import SearchRequest, search
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.api import trace_model
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError, OutputError, TraceError
+from autopar.planning.call_traces import trace_model
 from autopar.trace import default_example_inputs, trace
 from tests import models
 from tests.trace.interpreter import interpret

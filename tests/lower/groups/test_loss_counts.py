@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import autopar
 from autopar.lower.groups.target_count import loss_count
+from autopar.planning.call_traces import trace_model
 from autopar.planning.group_plans import why_no_groups
 from autopar.program import Program
 from autopar.search import SearchRequest, search
@@ -72,7 +72,7 @@ def call(rows: int = ROWS) -> dict[str, Tensor]:
 
 
 def program_of(loss: Loss, rows: int = ROWS) -> Program:
-    return autopar.api.trace_model(Errors(loss).double(), call(rows)).program
+    return trace_model(Errors(loss).double(), call(rows)).program
 
 
 def why_not(program: Program) -> str:
