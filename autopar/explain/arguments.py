@@ -29,7 +29,7 @@ _EXAMPLES = {"--save": "plan.json", "--edit": "plan.json", "--html": "report.htm
 def run_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, run: Callable[[argparse.Namespace], int]
 ) -> int:
-    """The exit status: that of `run`, or 1 with one line on standard error for what a user can mend."""
+    """The exit status: that of `run`, or 1 with one line on standard error for what a user can fix."""
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(_unknown(parser, unknown[0]))

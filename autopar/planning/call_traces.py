@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Mode(NamedTuple):
-    """What calls are beside their inputs.
+    """What a call is apart from its inputs.
 
     Args:
         is_training: in training mode.

@@ -364,7 +364,7 @@ def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
     plan = quick_search(traced.program, 2, SearchRequest(constraints=("data=2",)))
     row = plan.prediction.row
     if not has_room:  # for two rows of a rank at once
-        plan = replace(plan, memory_limit_bytes=row.held_bytes + 1.5 * row.row_bytes)
+        plan = replace(plan, memory_limit_bytes=row.fixed_bytes + 1.5 * row.row_bytes)
     lengths = [TOKENS, 9, 7, 5, 4]
     assignment = BatchPlanner(plan).assign(lengths)
     assert (assignment.rows, assignment.at_once) == (2, 2 if has_room else 1)

@@ -92,7 +92,7 @@ def test_what_pipelines_offload_fits_on_hosts(seed: int) -> None:
     assert found.best.host_bytes <= limit
     assert best_s * (1 - 1e-12) <= found.best.step_s <= 1.08 * best_s
     # Little memory on devices, so that all layers must offload, and no room for that on hosts.
-    smallest = min(each.peak_bytes for each in search_shapes(replace(tables, limit_bytes=0.0), shape).found)
+    smallest = min(each.peak_bytes for each in search_shapes(replace(tables, limit_bytes=0.0), shape).candidates)
     nothing = search_shapes(replace(tables, limit_bytes=smallest, host_limit_bytes=0.0), shape)
     assert nothing.best is None
     assert nothing.short_of_host is not None

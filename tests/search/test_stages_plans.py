@@ -284,7 +284,7 @@ def found_pipelines(monkeypatch: pytest.MonkeyPatch, program: Program, prices: T
     select = plan_search.select_plan
 
     def note(searched: Any, pipelines: PipelineResults, *more: Any) -> Any:
-        found.extend(pipelines.found)
+        found.extend(pipelines.candidates)
         return select(searched, pipelines, *more)
 
     monkeypatch.setattr(plan_search, "select_plan", note)

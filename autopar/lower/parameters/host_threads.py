@@ -2,7 +2,7 @@
 
 Launchers give each process one thread (torchrun sets ``OMP_NUM_THREADS=1``), so that processes which only launch work
 for their devices don't get in each other's way.  A step of an optimizer on the host is bound by how fast its cores read
-and write memory: with one thread a step of 1.1e9 parameters took 7.3 s beside an H100 (`benchmarks/measured`).
+and write memory: with one thread a step of 1.1e9 parameters took 7.3 s on an H100 machine (`benchmarks/measured`).
 """
 
 from __future__ import annotations
