@@ -61,6 +61,7 @@ def test_steps_that_some_rank_did_not_measure_are_left_out() -> None:
     assert compare_balance(steps[1:2], 0, lambda own: [list(own)]) is None
 
 
+@pytest.mark.slow
 def test_a_report_follows_the_plan_that_ran_and_says_how_even_it_was() -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)
     traced = trace_model(model, example)

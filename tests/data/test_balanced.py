@@ -357,6 +357,7 @@ class Embedded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("has_room", [True, False])
 def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)

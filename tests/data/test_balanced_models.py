@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
 MIXES = ([4, 6, 16, 1, 9, 2], [16], [8, 8, 8, 8])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("case", "world"),
     [

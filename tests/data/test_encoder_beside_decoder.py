@@ -175,6 +175,7 @@ def on_ranks(asked: str, world: int, act: Callable[[Any], Any]) -> list[Any]:
     return simulate(world, rank)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_indexed", [False, True])
 @pytest.mark.parametrize(
     "asked", [pytest.param("data=2", id="data"), pytest.param("data=2 zero=3", marks=pytest.mark.slow, id="zero")]

@@ -89,6 +89,7 @@ def check(ranks: list[Any]) -> None:
     check_trained(ranks, singles)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("asked", "nests", "is_indexed"), [("data=4 zero=1", False, False), ("data=4 zero=3", True, True)]
 )
@@ -144,6 +145,7 @@ def test_what_is_wrong_with_images_of_rows_is_named() -> None:
         assert "which says which row they belong to" in evaluated
 
 
+@pytest.mark.slow
 def test_rows_are_traced_with_the_images_that_they_have_places_for() -> None:
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model = small_llava()

@@ -79,6 +79,7 @@ def grid() -> list:
     ]  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("model", "devices", "nodes", "constraint"), grid())
 def test_no_single_constraint_is_faster(model: str, devices: int, nodes: int, constraint: str) -> None:
     free = plan(model, devices, nodes)
@@ -94,6 +95,7 @@ CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 2), (16, 2), (32, 4))
 """Devices, and nodes."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "clusters"),
     [

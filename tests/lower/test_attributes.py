@@ -175,6 +175,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_modes_and_numbers_of_submodules_may_change(change: Any) -> None:
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def test_random_shapes_train_as_one_device_does(name: str, constraints: tuple[st
     train_on(name, 2, constraints, random_batches(subject(name).inputs, 1, 3, has_lengths=name in TEXTS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("text", ["data=2", "tensor=2", "data=2 zero=3"])
 def test_batches_without_rows_are_as_on_one_device_and_later_ones_are_planned(text: str) -> None:
     torch.manual_seed(0)

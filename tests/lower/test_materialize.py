@@ -138,6 +138,7 @@ SMALL: dict[str, Make] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore")
 def test_values_are_those_of_building_the_model(name: str) -> None:

@@ -100,6 +100,7 @@ def run(model: nn.Module, traced: Traced, plan: Plan, inputs: dict[str, Tensor],
     return simulate(plan.world_size, rank)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world", "constraints"),
     [

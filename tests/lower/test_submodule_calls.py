@@ -110,6 +110,7 @@ def samples(model: Any) -> Tensor:
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", [*SEEDS, None], ids=lambda seed: "stages" if seed is None else seed)
 def test_sampling_goes_on_with_the_training(seed: int | None) -> None:
     def train(model: Any) -> tuple[list[float], Tensor, Tensor]:
@@ -131,6 +132,7 @@ def test_sampling_goes_on_with_the_training(seed: int | None) -> None:
         torch.testing.assert_close(before, expected[2], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_of_submodules_that_the_loop_calls(seed: int) -> None:
     def step(model: Any) -> dict[str, Tensor]:

@@ -57,6 +57,7 @@ def on_ranks(is_training: bool, check: Callable[[Any, Any, Tensor], Any], seed: 
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_submodule_runs_alone(is_training: bool, seed: int) -> None:

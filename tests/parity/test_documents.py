@@ -153,6 +153,7 @@ def test_windows_beside_documents(packing: str, world_size: int, constraints: tu
     assert_parity(who, searched(who, world_size, *constraints))
 
 
+@pytest.mark.slow
 def test_a_single_row_splits_by_context():
     """As DataCollatorWithFlattening makes it."""
     who = subject("llama", "odd", 1)
@@ -268,6 +269,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_recognized_by_what_they_let_through(name: str):
     mask, is_known = MASKS[name]

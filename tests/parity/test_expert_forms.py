@@ -69,6 +69,7 @@ def capacity(form: type[Capacity], routing: str) -> Subject:
     return trained_alone(model, {"x": x})
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("form", "routing", "constraints"),
     [

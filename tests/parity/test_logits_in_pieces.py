@@ -50,6 +50,7 @@ def plan_in_pieces(name: str, world: int, constraints: tuple[str, ...]) -> Plan:
     return search(pieces_of(name).traced.program, world, quick_prices(world), request)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world", "constraints"),
     [

@@ -43,6 +43,7 @@ def test_scans_train_as_on_one_device(name: str, constraints: str) -> None:
     assert_parity(who, plan)
 
 
+@pytest.mark.slow
 def test_a_scan_is_an_op_for_each_token() -> None:
     """As transformers writes Mamba without its CUDA kernels."""
     counts = []

@@ -97,6 +97,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("head", "loss", "world", "constraints"),
     [

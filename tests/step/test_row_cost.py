@@ -15,6 +15,7 @@ from autopar.search import SearchRequest, search
 ROW = 2048
 
 
+@pytest.mark.slow
 def test_attention_to_documents_has_a_part_for_tokens_and_one_for_pairs() -> None:
     config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2,
                          vocab_size=64, max_position_embeddings=ROW, use_cache=False)  # fmt: skip

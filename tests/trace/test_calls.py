@@ -407,6 +407,7 @@ def test_checkpointed_blocks_are_traced_through():
     assert out.requires_grad
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_plan_says_that_the_search_decides_what_is_recomputed_not_the_model(use_reentrant):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}

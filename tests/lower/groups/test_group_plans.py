@@ -37,6 +37,7 @@ from tests.zoo import quick_prices
 TOKENS = 16
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -111,6 +112,7 @@ def test_groups_get_the_memory_that_is_left() -> None:
                            prices, request).plans  # fmt: skip
 
 
+@pytest.mark.slow
 def test_devices_are_in_several_groups_if_memory_holds_the_parts_of_all() -> None:
     model, prices = small_llama(), quick_prices(4)
 

@@ -138,6 +138,7 @@ def four() -> Family:
     return four_ranks()
 
 
+@pytest.mark.slow
 def test_groups_of_four_ranks_train_as_one_device(four: Family) -> None:
     check(four, FOUR)
 
@@ -202,6 +203,7 @@ def test_rounds_of_interleaved_stages_are_filled_up() -> None:
         assert all(list(own) == list(few) for own in more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [
     f"data=2 zero=1 {INTERLEAVED}", pytest.param(f"tensor=2 zero=0 {INTERLEAVED}", marks=pytest.mark.slow),
 ])  # fmt: skip

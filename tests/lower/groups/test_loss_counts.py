@@ -80,6 +80,7 @@ def why_not(program: Program) -> str:
     return why_no_groups(program, search(program, 4, quick_prices(4), request), request)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", COUNTED)
 def test_rows_weigh_what_counts_in_them(kind: str) -> None:
     model, whole = Errors(COUNTED[kind]).double(), call()
@@ -98,6 +99,7 @@ def test_rows_weigh_what_counts_in_them(kind: str) -> None:
     assert sum(losses) == pytest.approx(model(**whole).item(), rel=1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_losses_that_do_not_add_up_over_rows_have_no_groups(kind: str) -> None:
     loss, reason = REFUSED[kind]

@@ -64,6 +64,7 @@ def _alone(model: nn.Module, rows: list[dict[str, Tensor]], **shared: Tensor) ->
     return loss.item(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("asked", "has_kinds"),
     [
@@ -189,6 +190,7 @@ IMAGES: dict[str, tuple[_Illustrated, bool]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", IMAGES)
 def test_images_are_of_their_row_if_each_is_computed_by_itself(case: str) -> None:
     model, are_of_rows = IMAGES[case]
