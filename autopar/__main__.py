@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from autopar import __version__
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 
 __all__ = ["main"]
 

@@ -50,10 +50,10 @@ from autopar.planning.searching import finish, request_of, search_setup, with_tr
 from autopar.planning.setup import Setup
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
-from autopar.progress import phase, shown
 from autopar.search import SearchRequest
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
+from autopar.user_text.progress import phase, shown
 
 __all__ = ["parallelize", "plan"]
 

@@ -15,8 +15,8 @@ from autopar.cost import Profile
 from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
 from autopar.explain.question import Question, parse_cluster
-from autopar.output_stream import checked_output
-from autopar.progress import shown
+from autopar.user_text.output_stream import checked_output
+from autopar.user_text.progress import shown
 
 __all__ = [
     "add_question", "check_writable", "read_profile", "read_question", "read_seconds", "run_command", "write_text",

@@ -20,10 +20,10 @@ from autopar.planning.length_plans import check_rows, read_distribution, row_tra
 from autopar.planning.searching import find_plan, request_of, search_setup
 from autopar.planning.setup import Setup
 from autopar.program import Program
-from autopar.progress import phase
 from autopar.search import ConsideredPlan, TrainingSpec
 from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
+from autopar.user_text.progress import phase
 
 __all__ = ["Answer", "Planner"]
 

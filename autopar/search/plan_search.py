@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.considered_plans import describe_paths, describe_pipeline

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.attribute_contents import contents_of, has_contents
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.objects.attribute_contents import contents_of, has_contents
 from autopar.planning.building import call_planner
 from autopar.trace import Traced, trace
 from tests.lower.runs import build

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.host_cores import usable_cores
+from autopar.host.cores import usable_cores
 from autopar.lower.compat import local_part_of
 
 __all__ = ["host_threads", "widen_host_steps"]
