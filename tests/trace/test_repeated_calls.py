@@ -269,8 +269,8 @@ class Narrowing(nn.Module):
 
     def forward(self, x):
         for _ in range(8):
-            x = x.sin()[:, 1:]
-        return x
+            x = x.sin()[:, 1:].reshape(3, -1)
+        return torch.nn.functional.linear(x, x)
 
 
 def test_torch_keeps_nothing_of_calls_that_are_made_once(monkeypatch):
@@ -279,8 +279,7 @@ def test_torch_keeps_nothing_of_calls_that_are_made_once(monkeypatch):
     monkeypatch.setattr(FakeTensorMode, "cache", {})
     monkeypatch.setattr(FakeTensorMode, "_make_cache_entry", lambda *call: kept.append(str(call[3])) or keep(*call))
     trace(Narrowing(), (torch.randn(3, 12),), {})
-    assert "aten.sin.default" not in kept
-    assert "aten.slice.Tensor" not in kept
+    assert not kept
 
 
 class Reading(nn.Module):
