@@ -79,7 +79,7 @@ def select_plan(
     shortages: list[str] = []  # of the hosts' memory
     staged: list[PlanCandidate] = []  # with stages, simulated, and fitting
     memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
-    queue = sorted([*memory.without_stages, *with_stages(pipelines)], key=_seconds_of)
+    queue = sorted([*memory.without_stages, *with_stages(pipelines)], key=_rank)
     while queue:
         request.check_time()
         candidate = queue.pop(0)
@@ -93,7 +93,7 @@ def select_plan(
             shortages.append(short)
             refused.append(candidate)
             if smaller := candidate.shrunk(limit_bytes + batch_bytes):
-                bisect.insort(queue, smaller, key=_seconds_of)
+                bisect.insort(queue, smaller, key=_rank)
             continue
         is_new = candidate.shape is None or candidate.setting not in {each.setting for each in staged}
         if candidate.shape is not None:
@@ -126,10 +126,10 @@ def simulated_s(
     """Seconds of a fast plan without stages that fits, as simulated; at most those of a rival."""
     best_s, tried = rival_s, 0
     memory = MemoryFilter(tuple(searched), limit_bytes, batch_bytes)
-    for candidate in sorted(memory.without_stages, key=_seconds_of):
-        if tried == _FLAT_TRIED or _LOW * candidate.visible_s >= best_s:
+    for candidate in sorted(memory.without_stages, key=_rank):
+        if tried == _FLAT_TRIED or _rank(candidate) >= best_s:
             break
-        if candidate.least_s >= best_s or not memory.may_fit(candidate):
+        if not memory.may_fit(candidate):
             continue
         if candidate.misfit(limit_bytes + batch_bytes) is None:
             best_s, tried = min(best_s, candidate.simulate().step_time_s), tried + 1
@@ -141,8 +141,12 @@ def enough_s(flat_s: float, request: SearchRequest) -> float:
     return flat_s * _PRICE_ERROR if request.on_final else flat_s / STAGES_GAIN
 
 
-def _seconds_of(candidate: PlanCandidate) -> float:
-    return candidate.visible_s
+def _rank(candidate: PlanCandidate) -> float:
+    """Seconds by which candidates are tried in order: those of a pipeline by estimate, others what they take at least.
+
+    What takes less at least than the best plan has to be simulated in any order.  In this one nothing else is.
+    """
+    return candidate.visible_s if candidate.shape is not None else max(candidate.least_s, _LOW * candidate.visible_s)
 
 
 def preferred_s(plan: Plan) -> float:
@@ -173,7 +177,7 @@ def _is_hopeful(candidate: PlanCandidate, best: Plan, request: SearchRequest) ->
     it.
     """
     if candidate.shape is None:
-        return max(candidate.least_s, _LOW * candidate.visible_s) <= min(_order(best)[0], request.rival_s)
+        return _rank(candidate) <= min(_order(best)[0], request.rival_s)
     return candidate.least_s <= (_PRICE_ERROR if request.on_final else 1.0) * min(best.step_time_s, request.rival_s)
 
 

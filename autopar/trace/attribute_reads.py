@@ -41,11 +41,20 @@ def _reads_of(
     untyped: Any = owner
     before: Callable[[Any, str], Any] = untyped.__getattribute__
     own = vars(owner).get("__getattribute__")
+    is_module = issubclass(owner, nn.Module)
+    known: dict[str, set[str]] = {}  # by path, its attributes among `reads`: most reads are of these
 
     def read(self: Any, name: str) -> Any:
         value = before(self, name)
-        if id(self) in paths and not name.startswith("__") and (is_plain(value) or is_compared(value)):
-            reads.update((paths[id(self)], each) for each in _names(self, name, value))
+        path = paths.get(id(self))
+        if path is None or name.startswith("__") or name in known.setdefault(path, set()):
+            return value
+        attributes = before(self, "__dict__")
+        if is_module and name not in attributes:  # methods, parameters, buffers and submodules
+            return value
+        if is_plain(value) or is_compared(value):
+            reads.update((path, each) for each in _names(attributes, name, value))
+            known[path].update((name,) if name in attributes else ())
         return value
 
     try:
@@ -63,10 +72,9 @@ def _reads_of(
             untyped.__getattribute__ = own
 
 
-def _names(owner: object, name: str, value: Any) -> tuple[str, ...]:
-    """The attributes of an owner that were read by this name, with this result."""
-    own = vars(owner)
-    if name in own or isinstance(owner, nn.Module):
-        return (name,) if name in own else ()
+def _names(attributes: Mapping[str, Any], name: str, value: Any) -> tuple[str, ...]:
+    """Those of the attributes of an owner that were read by this name, with this result."""
+    if name in attributes:
+        return (name,)
     # Configs have further names for some: it may be any that has this value.
-    return tuple(each for each, x in own.items() if x is value)
+    return tuple(each for each, x in attributes.items() if x is value)

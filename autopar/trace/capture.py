@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.objects.references import redirect
-from autopar.trace import torch_internals, torch_recording
+from autopar.trace import export_shortcuts, torch_internals
 from autopar.trace.attribute_reads import recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
 from autopar.trace.covariances import written_covariances
@@ -218,8 +218,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
 def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch_internals.fake_tensor(mode, tensor)
-    made = torch_internals.fake_tensor(mode, tensor.detach(), _cast(tensor, dtype))
-    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return torch_internals.fake_parameter(mode, tensor, _cast(tensor, dtype))
 
 
 def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -270,11 +269,12 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
-                patches.enter_context(torch_recording.late_code())
-                patches.enter_context(torch_recording.kept_regions())
-                patches.enter_context(torch_recording.known_sizes())
+                patches.enter_context(export_shortcuts.late_code())
+                patches.enter_context(export_shortcuts.kept_regions())
+                patches.enter_context(export_shortcuts.known_sizes())
+                patches.enter_context(export_shortcuts.known_paths())
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
-                torch_recording.inline_grad_regions(exported.graph_module)
+                export_shortcuts.inline_grad_regions(exported.graph_module)
                 return decompose(exported)
     except AutoparError:
         raise

@@ -258,7 +258,7 @@ def _as_dispatched(kind: _Unit) -> _Body:
     graph, (node,) = fx.Graph(), kind.nodes
     given = tuple(graph.placeholder(f"x{index}") for index in range(len(kind.operands)))
     target: Any = node.target
-    mode = torch_internals.fake_mode()
+    mode = torch_internals.fake_mode(repeats=False)
     with mode, torch.no_grad():
         tensors = [torch_internals.fake_tensor(mode, _value(operand).detach()) for operand in kind.operands]
         made = dict(zip(tensors, given, strict=True))

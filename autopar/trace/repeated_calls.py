@@ -91,11 +91,13 @@ class RepeatedCalls(TorchFunctionMode):
             known = None if call is None else self._known.get(call.key)
             if call is not None and known is not None:
                 return _repeat(func, args, given, call, known, recorder)
+        if call is None or call.key in self._known:
+            return func(*args, **given)
         before = recorder.last_node()
-        result = func(*args, **given)
-        if call is not None and call.key not in self._known:
-            with torch_recording.plain_calls():
-                self._known[call.key] = _learn(call, recorder.nodes_after(before), result, recorder)
+        with recorder.forgotten_results():
+            result = func(*args, **given)
+        with torch_recording.plain_calls():
+            self._known[call.key] = _learn(call, recorder.nodes_after(before), result, recorder)
         return result
 
 

@@ -27,7 +27,7 @@ class SavesMeter:
     """Finds what autograd saves, once for each different call."""
 
     def __init__(self) -> None:
-        self._mode = torch_internals.fake_mode()
+        self._mode = torch_internals.fake_mode(repeats=False)
         self._known: dict[object, Saves] = {}
 
     def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saves:

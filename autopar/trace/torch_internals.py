@@ -45,6 +45,7 @@ __all__ = [
     "clone_tree",
     "custom_backwards",
     "fake_mode",
+    "fake_parameter",
     "fake_tensor",
     "flatten",
     "flatten_one_level",
@@ -81,9 +82,14 @@ DATA_DEPENDENT: tuple[type[BaseException], ...] = (
 )  # fmt: skip
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes and a device but no memory, fit for torch.export."""
-    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+def fake_mode(*, repeats: bool = True) -> FakeTensorMode:
+    """A mode whose tensors have shapes and a device but no memory, fit for torch.export.
+
+    If no call `repeats`, torch need not keep what each of them gives, which takes about half as long as the call.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+    mode.cache_enabled = mode.cache_enabled and repeats
+    return mode
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,6 +102,15 @@ def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype | None = 
     meta = torch.empty_strided(tuple(like.shape), like.stride(), dtype=dtype or like.dtype, device="meta")
     made: Tensor = FakeTensor(mode, meta, torch.device("cpu"))
     return made.requires_grad_(like.requires_grad) if made.dtype.is_floating_point else made
+
+
+def fake_parameter(mode: FakeTensorMode, like: nn.Parameter, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """The same as a parameter: what ``nn.Parameter(...)`` makes of a fake tensor, but for a detach that takes longer
+    than all else.
+    """
+    made: Any = fake_tensor(mode, like.detach(), dtype)
+    made._is_param = True
+    return made.requires_grad_(like.requires_grad)
 
 
 def flatten_one_level(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:

@@ -29,6 +29,8 @@ from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext, shared_storage_choices
 from autopar.search.single_stage import SingleStageSearch
+from autopar.step import pricing
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import OpTime
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -234,3 +236,20 @@ def test_least_compute_shares_work_out_and_no_more() -> None:
     whole_s = [sum(time.forward_s for time in context.whole_s[layer.kind]) for layer in PROGRAM.layers]
     assert max(whole_s) > 0
     assert [4 * costs.forward_s[0] for costs in tables.layers] == pytest.approx(whole_s, rel=1e-9)
+
+
+def test_of_hundreds_of_paths_those_that_may_be_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a deep decoder there are hundreds of paths; by their estimates, two hundred came before the best."""
+    simulated: set[tuple[Any, ...]] = set()
+    step_seconds = pricing.step_seconds
+
+    def counted(layers: PlannedLayers, *arguments: Any) -> float:
+        simulated.add((layers.decisions.strategies, layers.decisions.layers))
+        return step_seconds(layers, *arguments)
+
+    monkeypatch.setattr(pricing, "step_seconds", counted)
+    program = decoder_model(32, 32, 8192, 128256, hidden=4096, ffn=14336, heads=32, kv_heads=8)
+    prices = ClusterPrices(Cluster.of("h100", devices_per_node=8, nodes=8), None)
+    plan = search(program, 64, prices, SearchRequest(constraints=("mesh=32x2",), max_microbatches=1))
+    assert (plan.strategies, plan.layers) in simulated
+    assert len(simulated) <= 20

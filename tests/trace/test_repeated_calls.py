@@ -5,8 +5,9 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.trace import Traced, capture, repeated_calls, torch_recording, trace
+from autopar.trace import Traced, attribute_reads, capture, export_shortcuts, repeated_calls, trace
 from tests import models
 
 
@@ -254,9 +255,56 @@ def test_regions_without_gradients_are_those_that_export_cuts_out(monkeypatch):
     model, x = Regions(), torch.randn(4, 8)
     kept, traced_all, _ = both(model, (x,), {}, monkeypatch)
     with monkeypatch.context() as patches:
-        patches.setattr(torch_recording, "kept_regions", contextlib.nullcontext)
-        patches.setattr(torch_recording, "known_sizes", contextlib.nullcontext)
+        patches.setattr(export_shortcuts, "kept_regions", contextlib.nullcontext)
+        patches.setattr(export_shortcuts, "known_sizes", contextlib.nullcontext)
+        patches.setattr(export_shortcuts, "known_paths", contextlib.nullcontext)
         cut = trace(model, (x,), {})
     assert_same(kept, traced_all)
     assert_same(kept, cut)
     assert {op.target for layer in cut.program.layers for op in layer.ops} >= {"aten.detach.default"}
+
+
+class Narrowing(nn.Module):
+    """Every call has a shape of its own."""
+
+    def forward(self, x):
+        for _ in range(8):
+            x = x.sin()[:, 1:].reshape(3, -1)
+        return torch.nn.functional.linear(x, x)
+
+
+def test_torch_keeps_nothing_of_calls_that_are_made_once(monkeypatch):
+    kept = []
+    keep = FakeTensorMode._make_cache_entry
+    monkeypatch.setattr(FakeTensorMode, "cache", {})
+    monkeypatch.setattr(FakeTensorMode, "_make_cache_entry", lambda *call: kept.append(str(call[3])) or keep(*call))
+    trace(Narrowing(), (torch.randn(3, 12),), {})
+    assert not kept
+
+
+class Reading(nn.Module):
+    """Reads an attribute over and over."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, x):
+        for _ in range(20):
+            x = x * self.scale
+        return x
+
+
+def test_an_attribute_that_is_known_to_be_read_is_not_looked_at_again(monkeypatch):
+    looked_at = 0
+    is_plain = attribute_reads.is_plain
+
+    def counted(value):
+        nonlocal looked_at
+        looked_at += value == 0.5
+        return is_plain(value)
+
+    monkeypatch.setattr(attribute_reads, "is_plain", counted)
+    traced = trace(Reading(), (torch.randn(3, 12),), {})
+    assert ("", "scale") in traced.reads
+    assert looked_at == 1
