@@ -29,6 +29,7 @@ from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
+from autopar.trace.past_autograd import PastAutograd
 from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.running_statistics import written_statistics
@@ -99,7 +100,7 @@ class _Wrapper(nn.Module):
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with features_in_order(order), RepeatedCalls(), Selections():
+            with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd():
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
