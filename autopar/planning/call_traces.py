@@ -30,6 +30,7 @@ from autopar.trace import (
     check_memory,
     copy_with,
     default_example_inputs,
+    is_without_target,
     require_target,
     trace,
     without_loss,
@@ -188,7 +189,9 @@ class CallTraces:
         program = without_loss(program) if mode.any_output else variant_like(program, self._first[0])
         traced = replace(traced, program=program)
         requires_target = mode.is_training and not mode.any_output  # which a first run had
-        traced = self._finish(require_target(model, traced) if requires_target else traced)
+        if requires_target:
+            traced = require_target(model, traced, is_given=not is_without_target(kwargs))
+        traced = self._finish(traced)
         known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]
         self.reads |= traced.reads

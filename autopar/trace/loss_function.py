@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
@@ -60,29 +61,44 @@ def put_loss_inside(
     return _make_twin(model, loss_fn, signature), {**named, _TARGET: example_target}
 
 
-def require_target(model: nn.Module, traced: Traced) -> Traced:
+def require_target(model: nn.Module, traced: Traced, *, is_given: bool = True) -> Traced:
     """`traced`, but if `model` is a twin with a loss function, with an error for calls that lack the target.
 
+    Without gradients, as `update_bn` calls a model, a call without target gives the model's outputs: `traced` is
+    such a call's unless the target `is_given`.
+
     Raises:
-        LossError: the loss that the twin computes depends on no parameter.
+        LossError: the loss that the twin computes depends on no parameter, or there is no target and gradients are
+            recorded.
     """
     if not isinstance(model, _WithLoss):
         return traced
-    if not traced.program.loss:
+    if is_given and not traced.program.loss:
         raise LossError(
             "the loss that loss_fn returns depends on no parameter that trains: compute it from the model's outputs, "
             "without detach() or torch.no_grad()"
         )
+    if not is_given:
+        _check_target(None)
 
     def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        if kwargs.get(_TARGET) is None:
-            raise LossError(
-                "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
-                "After model.eval(), a call without target gives the model's outputs"
-            )
+        _check_target(kwargs.get(_TARGET))
         return traced.flatten_inputs(args, kwargs)
 
     return replace(traced, flatten_inputs=flatten_inputs)
+
+
+def is_without_target(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a twin with these keyword arguments gives the model's outputs, not the loss."""
+    return kwargs.get(_TARGET) is None
+
+
+def _check_target(target: Any) -> None:
+    if target is None and torch.is_grad_enabled():
+        raise LossError(
+            "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
+            "After model.eval(), or under torch.no_grad(), a call without target gives the model's outputs"
+        )
 
 
 def without_target(
