@@ -101,7 +101,7 @@ class _Wrapper(nn.Module):
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd():
+            with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd(training=self.training):
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)

@@ -44,7 +44,7 @@ def _forward(kernel: Callable[..., Any], signature: inspect.Signature, /, *args:
     query, key, value = _projected(call)
     rows, _, features = query.shape
     shape = (call.num_heads, features // call.num_heads)
-    q, k, v = (x.unflatten(-1, shape).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x in (query, key, value))
     dropout_p = call.dropout_p if call.training else 0.0
     is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
     mask = None if is_causal else _mask(call, query.dtype, rows)
@@ -92,7 +92,8 @@ def _projected(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     elif key is value:
         biases: Any = (None, None) if bias is None else bias.split((features, 2 * features))
         first, rest = weight.split((features, 2 * features))
-        return functional.linear(query, first, biases[0]), *functional.linear(key, rest, biases[1]).chunk(2, dim=-1)
+        keys, values = functional.linear(key, rest, biases[1]).chunk(2, dim=-1)
+        return functional.linear(query, first, biases[0]), keys, values
     else:
         weights = weight.chunk(3)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
@@ -104,7 +105,7 @@ def _mask(call: _Call, dtype: torch.dtype, rows: int) -> Tensor | None:
     """What is added to scores, ``[1 or batch, 1 or heads, 1 or queries, keys]``."""
     mask, padding = (_added(x, dtype) for x in (call.attn_mask, call.key_padding_mask))
     if mask is not None:
-        mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (rows, call.num_heads))
+        mask = mask[None, None] if mask.dim() == 2 else mask.view(rows, call.num_heads, *mask.shape[1:])
     if padding is not None:
         padding = padding[:, None, None]
     return padding if mask is None else mask if padding is None else mask + padding

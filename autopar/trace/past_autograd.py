@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
 from autopar.tensor_questions import QUESTIONS
+from autopar.trace import torch_internals
 from autopar.trace.source_lines import user_line
 
 __all__ = ["PastAutograd"]
@@ -35,9 +36,10 @@ _OPERATORS = frozenset(
 class PastAutograd(TorchFunctionMode):
     """In this context, ``x.data`` is ``x.detach()``, and ``x.data = y`` writes y's values there."""
 
-    def __init__(self) -> None:
-        """Nothing has been written yet."""
+    def __init__(self, *, training: bool) -> None:
+        """Nothing has been written yet; outside of `training`, gradients may be lost."""
         super().__init__()
+        self._training = training
         self._bases: dict[int, Tensor] = {}  # by memory: results with a gradient that others may write to without it
         self._written: dict[int, str] = {}  # those of them that were: the user's lines
 
@@ -70,9 +72,9 @@ class PastAutograd(TorchFunctionMode):
         for x in tensors:
             if x.grad_fn is None:
                 continue
-            memory = _memory(x)
+            memory = torch_internals.storage_key(x)
             self._bases[memory] = x
-            if memory in self._written:
+            if self._training and memory in self._written:
                 raise TraceError(
                     f"{self._written[memory]}: writes in place to a tensor that has a gradient, past autograd (under "
                     "torch.no_grad(), or by .data or detach()), which is read again: its gradient would pass by what "
@@ -81,13 +83,9 @@ class PastAutograd(TorchFunctionMode):
 
     def _note_write(self, x: Any, *, past: bool) -> None:
         if isinstance(x, Tensor) and (past or not x.requires_grad or not torch.is_grad_enabled()):
-            memory = _memory(x)
+            memory = torch_internals.storage_key(x)
             if memory in self._bases:
                 self._written[memory] = user_line()
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _writes(func: Any) -> bool:
