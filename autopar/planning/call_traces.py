@@ -30,7 +30,6 @@ from autopar.trace import (
     check_memory,
     copy_with,
     default_example_inputs,
-    is_without_target,
     require_target,
     trace,
     without_loss,
@@ -190,7 +189,7 @@ class CallTraces:
         traced = replace(traced, program=program)
         requires_target = mode.is_training and not mode.any_output  # which a first run had
         if requires_target:
-            traced = require_target(model, traced, is_given=not is_without_target(kwargs))
+            traced = require_target(model, traced, is_given=kwargs.get("target") is not None)
         traced = self._finish(traced)
         known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]

@@ -11,7 +11,7 @@ from autopar.trace.feature_order import FEATURE_ORDER
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
 from autopar.trace.layers import LayerNeeds
-from autopar.trace.loss_function import LossFunction, is_without_target, put_loss_inside, require_target, without_target
+from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.loss_output import without_loss
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
@@ -44,7 +44,6 @@ __all__ = [
     "dense_flex_attention",
     "frame_of_text",
     "ignored_labels",
-    "is_without_target",
     "is_wrapped_number",
     "put_loss_inside",
     "reading_last_entry",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
@@ -25,6 +24,10 @@ __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"
 LossFunction = Callable[..., Tensor]
 
 _TARGET = "target"  # the keyword argument that the twin has in addition to the model's own
+_NO_TARGET = (
+    "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
+    "After model.eval(), a call without target gives the model's outputs"
+)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
 
@@ -64,41 +67,26 @@ def put_loss_inside(
 def require_target(model: nn.Module, traced: Traced, *, is_given: bool = True) -> Traced:
     """`traced`, but if `model` is a twin with a loss function, with an error for calls that lack the target.
 
-    Without gradients, as `update_bn` calls a model, a call without target gives the model's outputs: `traced` is
-    such a call's unless the target `is_given`.
-
     Raises:
-        LossError: the loss that the twin computes depends on no parameter, or there is no target and gradients are
-            recorded.
+        LossError: the call that was traced lacks it (`is_given` is False), or the loss that the twin computes depends
+            on no parameter.
     """
     if not isinstance(model, _WithLoss):
         return traced
-    if is_given and not traced.program.loss:
+    if not is_given:
+        raise LossError(_NO_TARGET)
+    if not traced.program.loss:
         raise LossError(
             "the loss that loss_fn returns depends on no parameter that trains: compute it from the model's outputs, "
             "without detach() or torch.no_grad()"
         )
-    if not is_given:
-        _check_target(None)
 
     def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        _check_target(kwargs.get(_TARGET))
+        if kwargs.get(_TARGET) is None:
+            raise LossError(_NO_TARGET)
         return traced.flatten_inputs(args, kwargs)
 
     return replace(traced, flatten_inputs=flatten_inputs)
-
-
-def is_without_target(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a twin with these keyword arguments gives the model's outputs, not the loss."""
-    return kwargs.get(_TARGET) is None
-
-
-def _check_target(target: Any) -> None:
-    if target is None and torch.is_grad_enabled():
-        raise LossError(
-            "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
-            "After model.eval(), or under torch.no_grad(), a call without target gives the model's outputs"
-        )
 
 
 def without_target(
