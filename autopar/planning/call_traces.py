@@ -188,7 +188,9 @@ class CallTraces:
         program = without_loss(program) if mode.any_output else variant_like(program, self._first[0])
         traced = replace(traced, program=program)
         requires_target = mode.is_training and not mode.any_output  # which a first run had
-        traced = self._finish(require_target(model, traced) if requires_target else traced)
+        if requires_target:
+            traced = require_target(model, traced, is_given=kwargs.get("target") is not None)
+        traced = self._finish(traced)
         known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]
         self.reads |= traced.reads

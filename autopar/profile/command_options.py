@@ -103,7 +103,7 @@ def read_output(text: str | None, default: Path) -> Path:
     """The file to write to.
 
     Raises:
-        ProfileError: it is a folder, or its folder can't be written to.
+        ProfileError: it is a folder or a device, or its folder can't be written to.
     """
     if text is None:
         return default
@@ -112,6 +112,8 @@ def read_output(text: str | None, default: Path) -> Path:
     path = Path(text).expanduser()
     if path.is_dir():
         raise ProfileError(f"--output {text} is a folder: name a file in it, such as {path / 'profile.json'}")
+    if path.exists() and not path.is_file():  # a device, which may never end when the earlier profile is read
+        raise ProfileError(f"--output {text} is no file: name one, such as profile.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_name(path.name + ".lock").touch()

@@ -76,7 +76,7 @@ def _pieces(graph: Graph, readers: Mapping[str, int], cat: Op) -> _Pieces | None
     """The pieces whose results `cat` puts together as they were; None if it does anything else."""
     results = _makers(graph, cat.operands)
     moves = results if results and results[0].target in _MOVES else []
-    attention = _makers(graph, [op.operands[0] for op in moves]) if moves else results
+    attention = _makers(graph, [name for op in moves for name in op.operands[:1]]) if moves else results
     if len(attention) < 2 or any(op.target != ATTENTION or len(op.operands) != 3 for op in attention):
         return None
     between = [*attention, *moves]

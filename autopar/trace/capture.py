@@ -29,6 +29,8 @@ from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
+from autopar.trace.multihead_attention import batch_first_attention
+from autopar.trace.past_autograd import PastAutograd
 from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.running_statistics import written_statistics
@@ -99,7 +101,7 @@ class _Wrapper(nn.Module):
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with features_in_order(order), RepeatedCalls(), Selections():
+            with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd(training=self.training):
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
@@ -256,6 +258,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 )
                 patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
                 patches.enter_context(traced_ctc_losses())
+                patches.enter_context(batch_first_attention())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note))

@@ -87,19 +87,28 @@ def _without_empty_pieces(op: Op, graph: Graph) -> Iterable[Op] | None:
     return [replace(op, args=(full, *op.args[1:]))] if full and len(full) < len(pieces) else None
 
 
+_TRANSPOSE = "aten.transpose.int"
 _REGROUPINGS = (
     "aten.reshape.default", "aten.view.default", "aten.squeeze.dim", "aten.unsqueeze.default",
 )  # fmt: skip
 
 
 def _without_round_trip(op: Op, graph: Graph, producers: Mapping[str, Op]) -> Iterable[Op] | None:
-    maker = producers.get(op.operands[0]) if op.target in _REGROUPINGS else None
-    while maker is not None and maker.target in _REGROUPINGS:
+    maker = producers.get(op.operands[0]) if op.operands else None
+    while maker is not None and op.target in _REGROUPINGS and maker.target in _REGROUPINGS:
         source = maker.operands[0]
         if graph.types[source] == graph.types[op.results[0]]:
-            return [replace(op, target=_REGROUPINGS[0], args=(Ref(source), graph.types[source].shape), kwargs=())]
+            return [_as_given(op, source, graph)]
         maker = producers.get(source)
+    if maker is not None and op.target == maker.target == _TRANSPOSE:
+        rank = len(graph.types[op.results[0]].shape)
+        first, second = ({dim % rank for dim in each.args[1:3] if isinstance(dim, int)} for each in (maker, op))
+        return [_as_given(op, maker.operands[0], graph)] if first == second else None
     return None
+
+
+def _as_given(op: Op, source: str, graph: Graph) -> Op:
+    return replace(op, target=_REGROUPINGS[0], args=(Ref(source), graph.types[source].shape), kwargs=())
 
 
 def _is_identity(op: Op, graph: Graph) -> bool:
@@ -110,7 +119,7 @@ def _is_identity(op: Op, graph: Graph) -> bool:
         return len(operands) == 1
     if op.target == "aten.slice.Tensor":
         return True  # of the same shape, so of everything
-    if op.target == "aten.transpose.int":
+    if op.target == _TRANSPOSE:
         return op.args[1] == op.args[2]
     if op.target == "aten.permute.default":
         return op.args[1] == tuple(range(len(graph.types[operands[0]].shape)))

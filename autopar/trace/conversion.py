@@ -247,9 +247,15 @@ def _ends(
             updates[by_member[captured.names[_member(spec.target)]]] = env[spec.arg.name].name
         else:
             written = input_names.get(str(spec.target)) or _member(spec.target)
+            is_parameter = spec.kind is OutputKind.PARAMETER_MUTATION
+            instead = (
+                f"do it in the training loop after optimizer.step(): with torch.no_grad(): model.{written}.clamp_(0, 1)"
+                if is_parameter
+                else "work on a copy (x = x.clone()) or register a buffer"
+            )
             raise TraceError(
-                f"the model writes to {written!r} in its forward ({spec.kind.name}); only "
-                "buffers can be written to: work on a copy (x = x.clone()) or register a buffer"
+                f"the model writes to {'the parameter ' * is_parameter}{written!r} in its forward, where only buffers "
+                f"can be written to: {instead}"
             )
     return tuple(outputs), updates
 

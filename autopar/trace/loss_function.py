@@ -24,6 +24,10 @@ __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"
 LossFunction = Callable[..., Tensor]
 
 _TARGET = "target"  # the keyword argument that the twin has in addition to the model's own
+_NO_TARGET = (
+    "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
+    "After model.eval(), a call without target gives the model's outputs"
+)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
 
@@ -60,14 +64,17 @@ def put_loss_inside(
     return _make_twin(model, loss_fn, signature), {**named, _TARGET: example_target}
 
 
-def require_target(model: nn.Module, traced: Traced) -> Traced:
+def require_target(model: nn.Module, traced: Traced, *, is_given: bool = True) -> Traced:
     """`traced`, but if `model` is a twin with a loss function, with an error for calls that lack the target.
 
     Raises:
-        LossError: the loss that the twin computes depends on no parameter.
+        LossError: the call that was traced lacks it (`is_given` is False), or the loss that the twin computes depends
+            on no parameter.
     """
     if not isinstance(model, _WithLoss):
         return traced
+    if not is_given:
+        raise LossError(_NO_TARGET)
     if not traced.program.loss:
         raise LossError(
             "the loss that loss_fn returns depends on no parameter that trains: compute it from the model's outputs, "
@@ -76,10 +83,7 @@ def require_target(model: nn.Module, traced: Traced) -> Traced:
 
     def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if kwargs.get(_TARGET) is None:
-            raise LossError(
-                "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
-                "After model.eval(), a call without target gives the model's outputs"
-            )
+            raise LossError(_NO_TARGET)
         return traced.flatten_inputs(args, kwargs)
 
     return replace(traced, flatten_inputs=flatten_inputs)

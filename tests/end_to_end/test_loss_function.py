@@ -101,6 +101,9 @@ def check_calls() -> None:
     parallel = parallelize(Classifier(), (x,), loss_fn=nn.CrossEntropyLoss(), example_target=y)
     with refused(LossError, "target is missing", r"model\(\*inputs, target=target\)", "eval"):
         parallel(x)
+    parallel.body[1].momentum = 0.2  # a call that would be planned for
+    with refused(LossError, "target is missing"):
+        parallel(x)
     with refused(LossError, "loss_fn fails on the model's outputs"):
         parallel(x, target=y[:5])
     with refused(LossError, r"tensor of shape \[8\]"):

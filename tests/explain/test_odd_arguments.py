@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,11 @@ def test_a_config_of_a_billion_layers_is_refused(folder: Path, capsys: pytest.Ca
 def test_words_of_messages() -> None:
     assert [kind_of(each) for each in (3, "", [], object())] == ["an int", "a str", "a list", "an object"]
     assert read_bytes("1e3GiB") == 1e3 * 2**30
+
+
+def test_a_profile_is_written_to_files_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket(socket.AF_UNIX) as made:  # as /dev/full is, which would be read for ever
+        made.bind("no_file")
+        assert main(["profile", "--output", "no_file"]) == 1
+    assert "--output no_file is no file: name one" in capsys.readouterr().err
+    assert not (folder / "no_file.lock").exists()

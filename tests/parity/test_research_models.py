@@ -62,6 +62,20 @@ def vector_quantization(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return end(net, z + (code - z).detach()) + 0.25 * functional.mse_loss(z, code.detach())
 
 
+def reads_data(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    y = hidden(net, x)
+    near = -torch.cdist(y.data.reshape(-1, 16), net.codes.data).view(4, 6, 6)
+    return end(net, y + (y.sign() - y).data + net.embedding.weight.data.mean() * near.mean())
+
+
+def writes_data(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    y = hidden(net, x)
+    if net.training:
+        net.counts.data.mul_(0.9).add_(functional.one_hot(ids % 6, 6).to(y).sum((0, 1)), alpha=0.1)
+        net.codes.data = net.codes.data * 0.9 + 0.1 * y.data.mean((0, 1)) / net.counts.data[:, None]
+    return end(net, y - functional.softmax(y @ net.codes.t(), -1) @ net.codes)
+
+
 def loop_over_experts(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     y = hidden(net, x)
     shares = net.gate(y).softmax(-1)
@@ -156,9 +170,9 @@ def hardest_triplets(net: Any, x: Tensor, ids: Tensor) -> Tensor:
 
 
 CALLS: tuple[Call, ...] = (
-    straight_through, vector_quantization, loop_over_experts, experts_choose, parametrized, positions_of_mask,
-    writes_by_index, messages, shifted_windows, deformed, spectrum, complex_rotation, steps_in_time, checkpointed,
-    hardest_triplets,
+    straight_through, vector_quantization, reads_data, writes_data, loop_over_experts, experts_choose, parametrized,
+    positions_of_mask, writes_by_index, messages, shifted_windows, deformed, spectrum, complex_rotation, steps_in_time,
+    checkpointed, hardest_triplets,
 )  # fmt: skip
 
 
