@@ -52,11 +52,13 @@ def _in_short(error: AutoparError) -> str:
 def what_if(planner: Planner, text: str, question: Question) -> Alternative:
     """The best plan for `question`, which is another one with the change `text`; or why nothing fits.
 
+    A family for other lengths aside, it is compared with the first plan alone, so no bound is sought.
+
     Raises:
         AutoparError: the question can't be used.
     """
     try:
-        return Alternative(text, planner.answer(question).plan)
+        return Alternative(text, planner.answer(question, is_alternative=question.lengths is None).plan)
     except InfeasibleError as error:
         return Alternative(text, problem=_in_short(error))
 

@@ -55,6 +55,7 @@ class Planner:
     _traced: dict[tuple[object, ...], tuple[Program, float, Expectations]] = field(
         default_factory=dict[tuple[object, ...], tuple[Program, float, Expectations]]
     )
+    _priced: dict[tuple[object, ...], Program] = field(default_factory=dict[tuple[object, ...], Program])
     _models: dict[tuple[int | None, int | None, bool], ModelTarget] = field(
         default_factory=dict[tuple["int | None", "int | None", bool], ModelTarget]
     )
@@ -117,7 +118,7 @@ class Planner:
         return self._models[question.shapes]
 
     def program(self, question: Question) -> Program:
-        """The target, traced once per shape.
+        """The target, traced once per shape, with what is expected of the data: the same program for equal questions.
 
         Raises:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
@@ -127,7 +128,10 @@ class Planner:
         program, _, seen = self._traced_program(question)
         if question.documents is None and question.lengths is None:
             expected = replace(expected, documents=seen.documents)
-        return expected.priced(program)
+        key = id(program), expected  # traced programs are kept, so no two have one identity
+        if key not in self._priced:
+            self._priced[key] = expected.priced(program)  # once, as searches know layers by identity
+        return self._priced[key]
 
     def _setup(self, question: Question) -> Setup:
         """The arguments of `autopar.plan` that ask the same, without lengths."""
