@@ -62,9 +62,17 @@ class Planner:
     _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
     _known: KnownLayers = field(default_factory=KnownLayers)
 
-    def answer(self, question: Question, *, is_alternative: bool = False, deadline: float = math.inf) -> Answer:
+    def answer(
+        self,
+        question: Question,
+        *,
+        is_alternative: bool = False,
+        seeks_gap: bool = True,
+        deadline: float = math.inf,
+    ) -> Answer:
         """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
-        said of other plans, of another precision, of other lengths, or of how far it may be from the best.
+        said of other plans, of another precision or of other lengths; without `seeks_gap` neither of how far it may be
+        from the best.
 
         Raises:
             DeadlineError: the search had not ended at `deadline` (of `time.perf_counter`).
@@ -76,7 +84,8 @@ class Planner:
         request = replace(request_of(setup), known=self._known.for_other_constraints(), deadline=deadline)
         size = question.cluster.world_size
         if is_alternative:
-            return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)
+            plan = find_plan(program, size, setup, request, seeks_gap=seeks_gap)
+            return self._answer(question, plan, program, setup)
         considered: list[ConsideredPlan] = []
         lengths = self._lengths(question, program)
         if lengths is not None:
