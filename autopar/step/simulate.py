@@ -100,9 +100,10 @@ class Streams:
         start_s, left_s = self.now_s, item.seconds
         while left_s > 0 and (busy := self._concurrent(item)):
             first = busy[-1] if busy[-1].left_s < busy[0].left_s else busy[0]
-            # Copies to the host take none of a collective's speed.
-            slowing = [queue.items[0].taken for queue in busy if queue is network or not item.is_collective]
-            speed = max(0.0, 1.0 - sum(slowing))
+            taken = 0.0
+            for queue in busy:  # copies to the host take none of a collective's speed
+                taken += queue.items[0].taken if queue is network or not item.is_collective else 0.0
+            speed = max(0.0, 1.0 - taken)
             done_s = speed * first.left_s  # of this item, until the first of what is under way ends
             if done_s > left_s:
                 self._pass(busy, left_s / speed)
