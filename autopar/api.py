@@ -1,11 +1,10 @@
-"""`parallelize` and `plan`: trace -> cost -> search -> lower.  The only module that knows all four stages."""
+"""`parallelize` and `plan`: from the arguments of users to a parallel module or a plan, on all ranks alike."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +18,13 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, profile_path
 from autopar.cost.profile import LayerTime
 from autopar.cost.profile_file import keep, load_profile
-from autopar.errors import PlanMismatchError
-from autopar.lower import ParallelModule, lower
-from autopar.lower.communication.communicator import Communicator
+from autopar.lower import ParallelModule
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.kernels.random import generator_state, generators_kept
-from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
 from autopar.lower.parameters.original_parameters import watch_optimizers
-from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import (
     check_constraints,
@@ -39,8 +34,8 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
-from autopar.planning.call_plans import CallPlanner, executable_of
-from autopar.planning.call_traces import CallTraces, ExampleInputs, as_call, example_call, trace_model
+from autopar.planning.building import build, call_planner
+from autopar.planning.call_traces import ExampleInputs, as_call, example_call, trace_model
 from autopar.planning.caller_inputs import call_inputs, check_read_values, read_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.document_lengths import ExpectedDocuments
@@ -55,17 +50,12 @@ from autopar.planning.searching import finish, request_of, search_setup, with_tr
 from autopar.planning.setup import Setup
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
-from autopar.progress import phase, shown
 from autopar.search import SearchRequest
 from autopar.step.plan_check import check_fit, check_same_decisions
-from autopar.step.prices import Prices
-from autopar.step.simulate import simulate_step
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
+from autopar.user_text.progress import phase, shown
 
-__all__ = [
-    "ExampleInputs", "build", "call_planner", "parallelize", "plan",
-    "trace_model",
-]  # fmt: skip
+__all__ = ["parallelize", "plan"]
 
 _CACHE = CACHE_DIR
 
@@ -432,64 +422,3 @@ def _describe_arguments(plan: object, profile: object, setup: Setup) -> tuple[st
         f"{setup.expected}",
         f"lengths: {setup.lengths}",
     )
-
-
-def build(
-    model: nn.Module,
-    traced: Traced,
-    plan: Plan,
-    communicator: Communicator,
-    mesh: DeviceMesh,
-    setup: Setup | None = None,
-    *,
-    planner: CallPlanner | None = None,
-    compile_layers: bool = False,
-) -> ParallelModule:
-    """Lower a traced model by a plan; every rank calls this.  `communicator` may be real or simulated.
-
-    `planner` plans calls in eval mode and with inputs of other forms; see `call_planner`.
-    """
-    setup = setup or Setup()
-    dtypes = {traced.program.type_of(value).dtype for value in traced.program.parameters}
-    if setup.dtype is not None and dtypes and str(setup.dtype).removeprefix("torch.") not in dtypes:
-        raise PlanMismatchError(
-            f"compute in {setup.dtype} was requested, but the program has parameters in {sorted(dtypes)}"
-        )
-    return lower(
-        executable_of(traced, plan), module=model, communicator=communicator, mesh=mesh, draws=setup.draws,
-        planner=planner, compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
-    )  # fmt: skip
-
-
-def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -> Predictions:
-    """Predictions of `plan`, computed when they are needed; by estimated prices if no plan was searched for."""
-
-    @cache
-    def prices() -> Prices:
-        return setup.prices or ClusterPrices(Cluster.from_mesh(mesh), None)
-
-    return Predictions(
-        lambda kind, axis, num_bytes: prices().collective_s(kind, axis, num_bytes),
-        lambda: simulate_step(program, plan, prices(), setup.training.on_device(prices().device), schedule_actions),
-    )
-
-
-def call_planner(
-    model: nn.Module,
-    traced: Traced,
-    plan: Plan,
-    setup: Setup | None = None,
-    finish: Callable[[Traced], Traced] = lambda traced: traced,
-) -> CallPlanner:
-    """A planner of calls of `model` in eval mode and with inputs of other forms; `traced` training runs by `plan`.
-
-    `finish` is as in `CallTraces`.  Prices are deterministic and equal on all ranks, so all ranks find the same plans.
-    """
-    setup = setup or Setup()
-    prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=plan.world_size), None)
-    request = SearchRequest(
-        plan.memory_limit_bytes, setup.training, plan.constraints, schedules=schedule_actions,
-        memory_error=plan.memory_error,
-    )  # fmt: skip
-    traces = CallTraces(model, traced, plan, dtype=setup.dtype, device_type=setup.device_type, finish=finish)
-    return CallPlanner(traces, traced, plan, prices, request)

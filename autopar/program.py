@@ -142,7 +142,7 @@ class KernelCollective:
         growth: (number of devices that run the kernel together, factor by which the buffer is larger than that shape).
         reached: the same for the devices on its axis and on those further out that run the kernel.
         is_of_gradient: it moves the gradient of `operand`, and runs only if the operand has one.
-        beside: if the kernel runs in parts, in which of its pauses it is under way on the outermost axis, 1 or 2; 0: it
+        pause: if the kernel runs in parts, in which of its pauses it is under way on the outermost axis, 1 or 2; 0: it
             is waited for at once.
     """
 
@@ -158,7 +158,7 @@ class KernelCollective:
     growth: tuple[tuple[int, float], ...] = ()
     reached: tuple[tuple[int, float], ...] = ()
     is_of_gradient: bool = False
-    beside: int = 0
+    pause: int = 0
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def check(task: str, kind: str) -> tuple[str, str]:
     with suppress(AttributeError, ValueError):  # models without experts
         model.set_experts_implementation("grouped_mm")
     try:
-        from autopar.api import trace_model  # noqa: PLC0415  (behind the fork, as all that takes memory)
+        from autopar.planning.call_traces import trace_model  # noqa: PLC0415  (behind the fork, as all that takes memory)
 
         traced = keep_double_program(trace_model(model, inputs))
         if any(op.is_random for layer in traced.program.layers for op in layer.ops):

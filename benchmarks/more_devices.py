@@ -67,10 +67,10 @@ MODELS: dict[str, Callable[[], Model]] = {"mlp": make_mlp, "vit": make_vit, "lla
 
 def run(name: str) -> None:
     """Print a line for each cluster."""
-    from autopar.api import trace_model  # noqa: PLC0415
     from autopar.cluster import Cluster  # noqa: PLC0415
     from autopar.cost import ClusterPrices  # noqa: PLC0415
     from autopar.lower.run.schedule_lists import schedule_actions  # noqa: PLC0415
+    from autopar.planning.call_traces import trace_model  # noqa: PLC0415
     from autopar.search import SearchRequest, search  # noqa: PLC0415
     from autopar.search.plan_selection import preferred_s  # noqa: PLC0415
 

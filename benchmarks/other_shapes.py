@@ -17,10 +17,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.api import Setup, call_planner, trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.planning.arguments import training_spec
+from autopar.planning.building import call_planner
+from autopar.planning.call_traces import trace_model
+from autopar.planning.setup import Setup
 
 _SHAPES = {"planned for": (64, 8192), "half the batch": (32, 8192), "half the length": (64, 4096),
            "a batch that doesn't divide": (63, 8192)}  # fmt: skip

@@ -188,12 +188,12 @@ def make_model(name: str, batch: int, length: int = 8192) -> tuple[torch.nn.Modu
 
 def _solver(case: Case, compiled: bool | None) -> Callable[[str], Row]:
     """Searches one case, with layers compiled or not, or (None) as is faster; the model is traced once."""
-    from autopar.api import trace_model  # noqa: PLC0415
     from autopar.cluster import Cluster  # noqa: PLC0415
     from autopar.cost import ClusterPrices  # noqa: PLC0415
     from autopar.errors import AutoparError  # noqa: PLC0415
     from autopar.lower.run.schedule_lists import schedule_actions  # noqa: PLC0415
     from autopar.planning.arguments import training_spec  # noqa: PLC0415
+    from autopar.planning.call_traces import trace_model  # noqa: PLC0415
     from autopar.planning.logits import search_plan  # noqa: PLC0415
     from autopar.search import MEMORY_ERROR, SearchRequest, search  # noqa: PLC0415
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def pytest_configure():
     torch.set_num_threads(1)
     # As often as Python does it by itself, looking for garbage is a fifth of all that tests of traces and plans take.
     gc.set_threshold(50_000, 20, 10)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Mark as slow the cases of a test that come after the first ones, as ``@pytest.mark.slow_after(count)`` says."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        for marker in item.iter_markers("slow_after"):
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] > marker.args[0]:
+                item.add_marker("slow")
 
 
 def pytest_collection_finish():

@@ -64,7 +64,7 @@ def _key(*seen: Any) -> str | None:
 
 
 def share_traces(folder: Path) -> None:
-    """From now on `autopar.parallelize` and `autopar.api.trace_model` of this process share traces in `folder`."""
+    """From now on `autopar.parallelize` and `trace_model` of this process share traces in `folder`."""
     autopar.planning.call_traces.trace = _sharing(folder)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 
 
 @pytest.fixture(autouse=True)

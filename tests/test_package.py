@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.command import main
+from autopar.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -60,6 +60,7 @@ def test_the_console_script_runs_its_commands(capsys: pytest.CaptureFixture[str]
 
 def test_the_module_is_the_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["autopar", "--version"])
+    monkeypatch.delitem(sys.modules, "autopar.__main__")
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("autopar", run_name="__main__")
     assert capsys.readouterr().out == f"autopar {autopar.__version__}\n"

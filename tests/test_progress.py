@@ -11,7 +11,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from autopar.progress import phase, shown
+from autopar.user_text.progress import phase, shown
 
 
 def terminal() -> Console:

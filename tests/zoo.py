@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.known_layers import KnownLayers

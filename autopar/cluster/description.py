@@ -15,7 +15,7 @@ from autopar.cluster.devices import DEVICES, unknown_device
 from autopar.cluster.hardware import Device, Link
 from autopar.cluster.links import LINKS
 from autopar.errors import MeshError
-from autopar.json_reading import check_fields, read_json
+from autopar.user_text.json_reading import check_fields, read_json
 
 __all__ = ["Cluster"]
 

@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from autopar.errors import MissingPriceError
-from autopar.json_reading import check_fields, read_json
 from autopar.placement import Axis
+from autopar.user_text.json_reading import check_fields, read_json
 
 __all__ = ["Curve", "LayerTime", "Point", "Profile", "Reading", "Readings"]
 

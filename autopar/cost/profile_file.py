@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from autopar.cost.profile import Profile
 from autopar.errors import MissingPriceError, ProfileError
-from autopar.suggestions import suggest_path
+from autopar.user_text.suggestions import suggest_path
 
 __all__ = ["keep", "load_profile", "read", "update"]
 

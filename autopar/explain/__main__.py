@@ -3,7 +3,7 @@
 import sys
 
 from autopar.explain.cli import main
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 
 with collected_seldom():
     sys.exit(main())

@@ -11,8 +11,8 @@ from autopar.errors import AutoparError, DeadlineError, InfeasibleError, Questio
 from autopar.explain.planner import Planner
 from autopar.explain.question import Question, change, check_varied
 from autopar.plan import Plan
-from autopar.progress import phase
 from autopar.search.plan_selection import preferred_s
+from autopar.user_text.progress import phase
 
 __all__ = [
     "Alternative", "alternative_before", "efficiencies", "faster", "forced_choices", "sweep", "sweep_questions",

@@ -15,8 +15,8 @@ from autopar.cost import Profile
 from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
 from autopar.explain.question import Question, parse_cluster
-from autopar.output_stream import checked_output
-from autopar.progress import shown
+from autopar.user_text.output_stream import checked_output
+from autopar.user_text.progress import shown
 
 __all__ = [
     "add_question", "check_writable", "read_profile", "read_question", "read_seconds", "run_command", "write_text",
@@ -29,7 +29,7 @@ _EXAMPLES = {"--save": "plan.json", "--edit": "plan.json", "--html": "report.htm
 def run_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, run: Callable[[argparse.Namespace], int]
 ) -> int:
-    """The exit status: that of `run`, or 1 with one line on standard error for what a user can mend."""
+    """The exit status: that of `run`, or 1 with one line on standard error for what a user can fix."""
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(_unknown(parser, unknown[0]))

@@ -21,10 +21,10 @@ from autopar.lower.compat import leaves_of, map_leaves
 from autopar.lower.parameters.materialize import materialize
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
-from autopar.progress import phase
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
 from autopar.step.variants import as_decided
+from autopar.user_text.progress import phase
 from autopar.verify import VerificationReport, verify
 from autopar.verify.shrink_plan import shrink_plan
 

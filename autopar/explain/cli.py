@@ -49,7 +49,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
+    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can fix."""
     return run_command(_parser(), arguments, _run)
 
 

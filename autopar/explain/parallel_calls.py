@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.host_cores import usable_cores
-from autopar.progress import shown
+from autopar.host.cores import usable_cores
+from autopar.user_text.progress import shown
 
 __all__ = ["call_in_parallel"]
 

@@ -37,7 +37,7 @@ autopar explain, with the same arguments, shows the plan by layers, what other c
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
+    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can fix."""
     parser = argparse.ArgumentParser(
         prog="autopar plan",
         description="The fastest plan for a model on a cluster, why, what would help, how to run it.  Needs no GPU.",

@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from autopar.api import trace_model
 from autopar.balance import Lengths
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
@@ -15,16 +14,16 @@ from autopar.explain.question import Question
 from autopar.explain.targets import ModelTarget, load_target
 from autopar.plan import Plan
 from autopar.planning.arguments import layers_demanded, read_bytes, read_dtype, training_spec
-from autopar.planning.call_traces import example_call
+from autopar.planning.call_traces import example_call, trace_model
 from autopar.planning.expectations import Expectations
 from autopar.planning.length_plans import check_rows, read_distribution, row_tracer
 from autopar.planning.searching import find_plan, request_of, search_setup
 from autopar.planning.setup import Setup
 from autopar.program import Program
-from autopar.progress import phase
 from autopar.search import ConsideredPlan, TrainingSpec
 from autopar.search.known_layers import KnownLayers
 from autopar.step.variants import as_decided
+from autopar.user_text.progress import phase
 
 __all__ = ["Answer", "Planner"]
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from autopar.errors import QuestionError
 from autopar.explain.config_models import is_config, model_of_config
-from autopar.json_reading import read_json
 from autopar.plan import Plan
+from autopar.user_text.json_reading import read_json
 
 __all__ = ["ModelTarget", "load_target"]
 

@@ -404,7 +404,7 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
     copies, rows = call.copies, call.ids.shape[0]
     collectives = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
-        KernelCollective("all_to_all", "forward", 0, dtype="int64", reached=copies, beside=1),
+        KernelCollective("all_to_all", "forward", 0, dtype="int64", reached=copies, pause=1),
     ]
     result = call.body.types[call.body.result].dtype
     for phase in ("forward", "backward"):
@@ -417,12 +417,12 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
                 count=1 if kind.shape[0] == call.num_tokens else rows // kind.shape[0],
                 reached=copies,
                 is_of_gradient=phase == "backward",
-                beside=1,
+                pause=1,
             )
             for index, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating
         ]
-        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, reached=copies, beside=2))
+        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, reached=copies, pause=2))
     return tuple(collectives)
 
 

@@ -47,7 +47,7 @@ class Kernel:
         is_on_one_axis: it runs on one axis only.
         is_in_space: it splits images in space; where it does not run, its op may be cheap to run again.
         parts: the name of a generator function that runs it in three parts; in the pauses between these other ops run
-            while those of its collectives that are `beside` that pause are under way.  "": it runs at once.
+            while those of its collectives that belong to that pause are under way.  "": it runs at once.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.quantities import size_unit, three_digits
+from autopar.user_text.quantities import size_unit, three_digits
 
 __all__ = [
     "COLORS", "LEGEND", "MARGIN", "MEMORY_COLORS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",

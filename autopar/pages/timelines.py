@@ -21,8 +21,8 @@ from autopar.pages.shapes import (
     percent,
     size,
 )
-from autopar.quantities import size_unit
 from autopar.timeline import CATEGORIES, MEMORY_KINDS, STREAMS, Event, MemoryPoint, StepTimeline
+from autopar.user_text.quantities import size_unit
 
 __all__ = [
     "MAX_BARS", "condense", "memory_figure", "memory_table", "shown_groups", "timeline_figure", "timeline_table",

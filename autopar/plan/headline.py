@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from autopar.cluster.hardware import device_type_of
 from autopar.plan.decisions import Decisions, LayerStrategy
 from autopar.plan.prediction import Prediction
-from autopar.quantities import count_unit, short_count, size_unit, three_digits
+from autopar.user_text.quantities import count_unit, short_count, size_unit, three_digits
 
 __all__ = ["describe_gap", "describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from autopar.plan.decisions import Decisions, LayerStrategy, Stage
 from autopar.plan.prediction import LayerCost, Prediction
-from autopar.progress import random_kept
-from autopar.quantities import three_digits
 from autopar.schedules.action_lists import StageCost
+from autopar.user_text.progress import random_kept
+from autopar.user_text.quantities import three_digits
 
 if TYPE_CHECKING:
     from rich.table import Table

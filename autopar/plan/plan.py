@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from autopar.errors import PlanFormatError
-from autopar.json_reading import read_json
 from autopar.pages.shapes import digits, size
 from autopar.placement import Layout, format_layout
 from autopar.plan.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
@@ -27,8 +26,9 @@ from autopar.plan.layer_tables import format_tables
 from autopar.plan.plan_versions import complete_decisions, complete_prediction, objects_in
 from autopar.plan.prediction import LayerCost, LengthPrediction, Prediction
 from autopar.plan.records import decode_record, encode_record
-from autopar.quantities import format_seconds
-from autopar.suggestions import suggest_path
+from autopar.user_text.json_reading import read_json
+from autopar.user_text.quantities import format_seconds
+from autopar.user_text.suggestions import suggest_path
 
 __all__ = [
     "FORMAT_VERSION",

@@ -13,6 +13,7 @@ _PREDICTED: dict[str, Any] = {
     "optimizer_gathers_s": 0.0, "output_gathers_s": 0.0, "output_reads_s": 0.0, "speedups": {},
     "host_memory_bytes": 0.0, "tokens_per_step": 0, "dtype": "", "model_flops": 0.0, "peak_flops_per_s": 0.0,
 }  # fmt: skip
+_RENAMED = {"held_bytes": "fixed_bytes"}
 _COST = ("split_bytes", "leave_s", "return_s", "host_bytes", "copies_s")
 
 
@@ -51,7 +52,8 @@ def complete_prediction(prediction: dict[str, Any]) -> None:
 
 
 def _complete_record(data: dict[str, Any], name: str, default: object) -> None:
-    """Add to the record at `name` the fields of `default` that it lacks."""
+    """Add to the record at `name` the fields of `default` that it lacks, and use today's names for the others."""
     record = data.setdefault(name, {})
     if isinstance(record, dict):
-        data[name] = encode_record(default) | cast("dict[str, Any]", record)
+        fields = {_RENAMED.get(key, key): value for key, value in cast("dict[str, Any]", record).items()}
+        data[name] = encode_record(default) | fields

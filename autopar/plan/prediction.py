@@ -121,7 +121,7 @@ class RowCost:
         microbatch_s: seconds of a microbatch that don't depend on its sequences: gathering parameters and reducing
             gradients, as far as each microbatch does.
         microbatches: the number of microbatches of the plan.
-        held_bytes: the part of a device's peak memory that doesn't depend on the rows of a microbatch.
+        fixed_bytes: the part of a device's peak memory that doesn't depend on the rows of a microbatch.
         row_bytes: the bytes by which each row of a microbatch increases that peak.
     """
 
@@ -133,7 +133,7 @@ class RowCost:
     step_s: float = 0.0
     microbatch_s: float = 0.0
     microbatches: int = 1
-    held_bytes: float = 0.0
+    fixed_bytes: float = 0.0
     row_bytes: float = 0.0
 
     def at_once(self, rows: int, limit_bytes: float) -> int:
@@ -142,7 +142,7 @@ class RowCost:
         A plan without microbatches also runs steps of more rows in one pass, as long as they fit in memory; other plans
         run them in microbatches of `self.rows` each.  `autopar.search.plan_reuse` follows this.
         """
-        fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
+        fits = self.fixed_bytes + rows * self.row_bytes <= limit_bytes
         return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
 
     def fixed_s(self, rows: int, at_once: int) -> float:

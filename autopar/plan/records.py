@@ -10,8 +10,8 @@ from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 
-from autopar.json_reading import check_fields
 from autopar.placement import Layout, format_layout, parse_layout
+from autopar.user_text.json_reading import check_fields
 
 __all__ = ["decode_record", "encode_record"]
 

@@ -1,1 +1,1 @@
-"""What `autopar.api` does before and around a search: reads arguments, times layers."""
+"""Joins trace, search and lower for `autopar.api` and its neighbors: reads arguments, plans calls, builds modules."""

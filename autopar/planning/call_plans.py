@@ -21,7 +21,7 @@ from autopar.errors import (
     PlanMismatchError,
     TraceError,
 )
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.attributes import Settings

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopar.attribute_contents import current_value
-from autopar.attribute_owners import attributes_of, own_records
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
 from autopar.lower.run.attributes import THAWED, Settings
 from autopar.lower.run.carried_tensor import CarriedTensor
+from autopar.objects.attribute_contents import current_value
+from autopar.objects.attribute_owners import attributes_of, own_records
 from autopar.plan import Plan
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Mode(NamedTuple):
-    """What calls are beside their inputs.
+    """What a call is apart from its inputs.
 
     Args:
         is_training: in training mode.

@@ -91,8 +91,8 @@ Parts = Mapping[tuple[str, object], float]
 
 
 class GroupKind(NamedTuple):
-    """A kind of group: the cost of a row, its plan, what it holds of parameters, and the peak bytes of a device beside
-    what the plan for all devices keeps.
+    """A kind of group: the cost of a row, its plan, what it holds of parameters, and the peak bytes of a device in
+    addition to what the plan for all devices keeps.
     """
 
     row: GroupRow

@@ -36,12 +36,12 @@ from autopar.planning.padded_calls import with_pieces, with_rows
 from autopar.planning.setup import Setup
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
-from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.search.row_sums import row_pieces
 from autopar.step.prices import Prices
 from autopar.step.variants import as_decided
-from autopar.suggestions import kind_of
+from autopar.user_text.progress import phase
+from autopar.user_text.suggestions import kind_of
 
 __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
 

@@ -21,8 +21,8 @@ from autopar.cost.profile_file import load_profile
 from autopar.errors import MeshError
 from autopar.lower.communication.consensus import agree, share
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
-from autopar.progress import phase
-from autopar.suggestions import kind_of
+from autopar.user_text.progress import phase
+from autopar.user_text.suggestions import kind_of
 
 __all__ = ["Place", "check_places", "mesh_cluster", "mesh_prices", "read_cluster"]
 

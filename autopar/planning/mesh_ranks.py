@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.suggestions import kind_of
+from autopar.user_text.suggestions import kind_of
 
 __all__ = ["is_first_rank", "mesh_ranks"]
 

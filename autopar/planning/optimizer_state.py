@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.errors import ConstraintError
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.whole_matrices import works_on_slices
-from autopar.suggestions import suggest
+from autopar.user_text.suggestions import suggest
 
 __all__ = ["state_bytes_per_element", "whole_states"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.length_plans import FamilyPlanner
@@ -12,9 +12,9 @@ from autopar.planning.logits import search_plan
 from autopar.planning.precision import with_speedup
 from autopar.planning.setup import Setup
 from autopar.program import Program
-from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, SearchRequest, search
 from autopar.step.variants import as_decided
+from autopar.user_text.progress import phase
 
 __all__ = ["find_plan", "finish", "request_of", "search_setup", "with_trace_s"]
 

@@ -21,10 +21,10 @@ from autopar.cost.measure.missing import Progress, load_shared, measure_missing,
 from autopar.cost.measure.ranks import share_text
 from autopar.cost.profile import Profile
 from autopar.errors import AutoparError, ProfileError
-from autopar.output_stream import checked_output
 from autopar.profile.command_options import matching_keys, read_axes, read_budget, read_dtypes, read_output
 from autopar.profile.processes import choose_device, is_first_here, open_processes
 from autopar.profile.table import print_probes, print_profile
+from autopar.user_text.output_stream import checked_output
 
 __all__ = ["main", "showing"]
 

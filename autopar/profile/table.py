@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autopar.cost.measure.probe import Probe
 from autopar.cost.profile import Profile, Readings
-from autopar.quantities import count_unit, format_seconds, three_digits
+from autopar.user_text.quantities import count_unit, format_seconds, three_digits
 
 __all__ = ["print_probes", "print_profile"]
 

@@ -50,7 +50,7 @@ from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH
 from autopar.search.time_problem import is_named, option_per_microbatch
 from autopar.step.activation_policies import policy_names
-from autopar.suggestions import suggest
+from autopar.user_text.suggestions import suggest
 
 __all__ = [
     "CONSTRAINT_WORDS", "DEGREES", "HOST_STORAGE", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees",

@@ -177,7 +177,7 @@ def with_stages(pipelines: PipelineResults | None) -> Iterator[PlanCandidate]:
     seen: set[tuple[object, ...]] = set()
     if pipelines is None:
         return
-    small = [each for each in pipelines.found if is_small(each.shape)]
+    small = [each for each in pipelines.candidates if is_small(each.shape)]
     for pipeline in (*pipelines.fitting, *(each for each in (*small, *pipelines.oversized) if each.has_host_room)):
         # Paths of other candidates that cost the same are no others.
         key = pipeline.shape, pipeline.step_s, pipeline.peak_bytes

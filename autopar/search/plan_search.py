@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.considered_plans import describe_paths, describe_pipeline
@@ -268,7 +268,7 @@ def _report_considered(
     for paths in searched:
         for path in describe_paths(paths):
             request.on_considered(path)
-    for pipeline in pipelines.found if pipelines else ():
+    for pipeline in pipelines.candidates if pipelines else ():
         request.on_considered(describe_pipeline(pipeline))
 
 
@@ -297,12 +297,12 @@ def _note_gradients(plan: Plan) -> str:
 
 
 def _note_host_update(plan: Plan) -> str:
-    """How an optimizer on the host is to be made; 4.3 times beside an H100: `benchmarks/measured/h100-steps.json`."""
+    """How to make an optimizer that runs on the host; the ratio is of `benchmarks/measured/h100-steps.json`."""
     if not plan.decisions.host_storage:
         return ""
     return (
         "the optimizer updates parameters in the host's memory: make it with fused=True where it has that argument, as "
-        "torch.optim.AdamW(model.parameters(), fused=True) (a step was 4.3 times as fast with it beside an H100)"
+        "torch.optim.AdamW(model.parameters(), fused=True) (a step on an H100 was 4.3 times as fast with it)"
     )
 
 

@@ -138,7 +138,7 @@ def hidden_in_pauses_s(
     """
     free_s = [
         (1.0 - prices.interference(call.kind, call.axis)) * prices.collective_s(call.kind, call.axis, call.num_bytes)
-        if call.beside
+        if call.pause
         else 0.0
         for call, _ in calls
     ]
@@ -147,7 +147,7 @@ def hidden_in_pauses_s(
         total_s = sum(own_s * times for own_s, times in _in_pause(key, calls, free_s))
         shares[key] = min(1.0, pause_s / total_s) if total_s else 0.0
     return [
-        own_s * shares.get((call.phase, call.beside), 0.0) for own_s, (call, _) in zip(free_s, calls, strict=True)
+        own_s * shares.get((call.phase, call.pause), 0.0) for own_s, (call, _) in zip(free_s, calls, strict=True)
     ]  # fmt: skip
 
 
@@ -155,5 +155,5 @@ def _in_pause(
     key: tuple[str, int], calls: Sequence[tuple[CollectiveCall, int]], seconds: Sequence[float]
 ) -> Iterator[tuple[float, int]]:
     for own_s, (call, times) in zip(seconds, calls, strict=True):
-        if (call.phase, call.beside) == key:
+        if (call.phase, call.pause) == key:
             yield own_s, times

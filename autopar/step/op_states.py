@@ -225,9 +225,9 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             times = rounds * (axis.size - 1) if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
-                    beside = collective.beside if axis == outermost else 0
+                    pause = collective.pause if axis == outermost else 0
                     call = CollectiveCall(
-                        collective.kind, collective.phase, axis, size * element_bytes, overlap_parts, beside
+                        collective.kind, collective.phase, axis, size * element_bytes, overlap_parts, pause
                     )
                     yield call, pieces * times
                     if collective.returns:

@@ -101,7 +101,7 @@ class CollectiveCall(NamedTuple):
         axis: on which.
         num_bytes: of the larger side of one device's buffer.
         overlap_parts: it overlaps with one of so many equal parts of its kernel's compute; 0: with nothing.
-        beside: it overlaps with this pause of its kernel, if that runs in parts; 0: with none.
+        pause: it overlaps with this pause of its kernel, if that runs in parts; 0: with none.
     """
 
     kind: str
@@ -109,7 +109,7 @@ class CollectiveCall(NamedTuple):
     axis: Axis
     num_bytes: float
     overlap_parts: int = 0
-    beside: int = 0
+    pause: int = 0
 
 
 def reshard_calls(

@@ -64,7 +64,7 @@ def row_cost(
     is_pipeline = bool(decisions.stages)
     once_s = fixed_s if is_pipeline else min(fixed_s, sum(cost.in_step_s for cost in costs))
     at_once = max(1, rows // decisions.num_microbatches)
-    held_bytes = min(peak_bytes, sum(cost.static_bytes for cost in costs) / groups)
+    fixed_bytes = min(peak_bytes, sum(cost.static_bytes for cost in costs) / groups)
     return RowCost(
         ranks,
         at_once,
@@ -74,8 +74,8 @@ def row_cost(
         once_s,
         (fixed_s - once_s) / decisions.num_microbatches,
         decisions.num_microbatches,
-        held_bytes,
-        (peak_bytes - held_bytes) / at_once,
+        fixed_bytes,
+        (peak_bytes - fixed_bytes) / at_once,
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.attribute_contents import is_compared
-from autopar.attribute_owners import attribute_owners, is_plain
+from autopar.objects.attribute_contents import is_compared
+from autopar.objects.attribute_owners import attribute_owners, is_plain
 
 __all__ = ["recorded_reads"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.references import redirect
+from autopar.objects.references import redirect
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.attribute_reads import recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length

@@ -14,10 +14,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
-from autopar.suggestions import kind_of
 from autopar.trace import torch_internals
 from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
 from autopar.trace.tracing import Traced
+from autopar.user_text.suggestions import kind_of
 
 __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"]
 

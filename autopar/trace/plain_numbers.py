@@ -1,4 +1,4 @@
-"""Plain numbers beside the losses of a model, written so that losses stay sums over the batch.
+"""Plain numbers that are added to the losses of a model, written so that losses stay sums over the batch.
 
 ``sum(losses)`` begins with 0, ``aux = x.new_zeros(())`` reads no entry of ``x``, and ``1 - score`` is a term more.
 As torch records them, the first and the last need the whole loss, and the second the whole ``x``: they would keep

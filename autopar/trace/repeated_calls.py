@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopar.tensor_questions import QUESTIONS
+from autopar.objects.tensor_questions import QUESTIONS
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.source_lines import user_lines
 from autopar.trace.torch_recording import Recorder, Result

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
-from autopar.suggestions import kind_of
 from autopar.trace import torch_internals
 from autopar.trace.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
+from autopar.user_text.suggestions import kind_of
 
 __all__ = [
     "MOST_READ",

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.references import redirect
+from autopar.objects.references import redirect
 
 __all__ = [
     "DATA_DEPENDENT",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from autopar.errors import OutputError, TraceError
-from autopar.garbage import collected_seldom
+from autopar.host.garbage import collected_seldom
 from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.api import ExampleInputs, trace_model
 from autopar.cluster import device_type_of
 from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.lower.compat import map_leaves
@@ -23,6 +22,7 @@ from autopar.lower.run.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.planning.arguments import check_materialized
 from autopar.planning.call_plans import CallPlanner
+from autopar.planning.call_traces import ExampleInputs, trace_model
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from autopar.api import ExampleInputs
 from autopar.errors import VerificationError
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import Layout, format_layout
 from autopar.plan import Plan
+from autopar.planning.call_traces import ExampleInputs
 from autopar.program import Layer, Op, Program
 from autopar.schedules import simplest_schedule
 from autopar.step.value_flows import option_of

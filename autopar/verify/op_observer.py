@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopar.api import ExampleInputs
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import on_gradient, run_backward
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
 from autopar.plan import Decisions, Plan, PlannedLayer
+from autopar.planning.call_traces import ExampleInputs
 from autopar.program import Layer, Program
 from autopar.step.local_layer import whole_strategy
 from autopar.trace import Traced

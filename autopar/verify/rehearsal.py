@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.api import ExampleInputs, build, call_planner
 from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import run_backward
@@ -26,8 +25,9 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
+from autopar.planning.building import build, call_planner
 from autopar.planning.call_plans import CallPlanner
-from autopar.planning.call_traces import as_call
+from autopar.planning.call_traces import ExampleInputs, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced, accurate_products, dense_flex_attention
 from autopar.verify.differences import are_equal, as_float64, largest_difference

@@ -91,8 +91,8 @@ def _program(row: Any) -> tuple[Any, Any]:
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    from autopar.api import trace_model  # noqa: PLC0415
     from autopar.planning.arguments import training_spec  # noqa: PLC0415
+    from autopar.planning.call_traces import trace_model  # noqa: PLC0415
 
     config = transformers.LlamaConfig(
         vocab_size=row.vocabulary, hidden_size=row.hidden, intermediate_size=row.ffn, num_hidden_layers=row.num_layers,

@@ -29,13 +29,13 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
 from autopar.lower.program.single_layer import SingleLayer
+from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
 from autopar.step.local_layer import whole_strategy
 from tests import models

@@ -20,7 +20,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError
@@ -35,6 +34,7 @@ from autopar.lower.program import offloading
 from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.planning.arguments import read_dtype, training_spec
+from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.search import SearchRequest, search
 from autopar.step.memory import peak_bytes, step_memory

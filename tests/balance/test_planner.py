@@ -26,6 +26,7 @@ def test_few_sequences_are_shared_out_as_well_as_can_be(seed: int):
     assert found.bound_s <= pairs * (1 + 1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("packs", [True, False])
 def test_every_sequence_has_one_place_with_room_for_it(packs: bool):
     random = np.random.default_rng(0)

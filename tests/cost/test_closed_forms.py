@@ -9,13 +9,13 @@ import pytest
 import sympy
 import torch
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.cost.closed_forms import Form, OpForm, describe, layer_forms
 from autopar.cost.collective_prices import COLLECTIVES, collective_terms
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
+from autopar.planning.call_traces import trace_model
 from autopar.program import TensorType
 from tests.models import make
 

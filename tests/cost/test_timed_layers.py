@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.api import trace_model
 from autopar.balance import Lengths
 from autopar.cost import ClusterPrices
 from autopar.cost.measure.layer_times import time_layer
@@ -17,6 +16,7 @@ from autopar.lower.program.single_layer import SingleLayer
 from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.placement import Axis, local_shape
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.planning.document_lengths import read_lengths, with_lengths
 from autopar.planning.group_plans import plan_groups
 from autopar.planning.length_plans import FamilyPlanner

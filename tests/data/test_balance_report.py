@@ -16,6 +16,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.observe.balance import Dealt, compare_balance, computing_s
 from autopar.lower.observe.step_report import StepReport
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest
 from autopar.timeline import Event, StepTimeline
@@ -60,9 +61,10 @@ def test_steps_that_some_rank_did_not_measure_are_left_out() -> None:
     assert compare_balance(steps[1:2], 0, lambda own: [list(own)]) is None
 
 
+@pytest.mark.slow
 def test_a_report_follows_the_plan_that_ran_and_says_how_even_it_was() -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)
-    traced = autopar.api.trace_model(model, example)
+    traced = trace_model(model, example)
     plan = quick_search(traced.program, 2, SearchRequest(constraints=("data=2",)))
     planner = planner_for(model, traced, plan, [rows_of_tokens(4, TOKENS)], training=True)
 

@@ -20,6 +20,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan.prediction import LengthPlan, LengthPrediction, RowCost
 from autopar.planning.call_plans import stored_as
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, plan_like, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
@@ -324,7 +325,7 @@ def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable
 )
 def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
     model, example = small_llama(), rows_of_tokens(world, TOKENS, packs)
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = quick_search(traced.program, world, SearchRequest(constraints=(f"data={world}",)))
     row = plan.prediction.row
     assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
@@ -356,14 +357,15 @@ class Embedded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("has_room", [True, False])
 def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
     model, example = small_llama(), rows_of_tokens(2, TOKENS)
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = quick_search(traced.program, 2, SearchRequest(constraints=("data=2",)))
     row = plan.prediction.row
     if not has_room:  # for two rows of a rank at once
-        plan = replace(plan, memory_limit_bytes=row.held_bytes + 1.5 * row.row_bytes)
+        plan = replace(plan, memory_limit_bytes=row.fixed_bytes + 1.5 * row.row_bytes)
     lengths = [TOKENS, 9, 7, 5, 4]
     assignment = BatchPlanner(plan).assign(lengths)
     assert (assignment.rows, assignment.at_once) == (2, 2 if has_room else 1)
@@ -391,7 +393,7 @@ def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
 def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
     model, world = small_llama(), 4
     example, short = rows_of_tokens(2, TOKENS), rows_of_tokens(4, TOKENS // 2)
-    traced, other = (keep_double_program(autopar.api.trace_model(model, each)) for each in (example, short))
+    traced, other = (keep_double_program(trace_model(model, each)) for each in (example, short))
     prices = quick_prices(world)
     plan = search(traced.program, world, prices, SearchRequest(constraints=("data=2", "tensor=2", "zero=3")))
     request = SearchRequest(constraints=("data=4",), stored=stored_as(traced.program, plan))

@@ -20,6 +20,7 @@ from autopar.data.sequence_separation import check_separation
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
 from autopar.search import SearchRequest
@@ -152,6 +153,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
 MIXES = ([4, 6, 16, 1, 9, 2], [16], [8, 8, 8, 8])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("case", "world"),
     [
@@ -168,7 +170,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(case: str, world: int
     example = {name: x.expand(world, *x.shape).clone() for name, x in form.items()}
     ones = torch.ones(world, TOKENS, dtype=torch.int64)
     example |= {"position_ids": torch.arange(TOKENS).expand(world, -1).clone()} if packs else {"attention_mask": ones}
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = quick_search(traced.program, world, SearchRequest(constraints=(f"data={world}",)))
     assert plan.prediction.row.tokens == TOKENS
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
@@ -220,7 +222,7 @@ def test_models_that_mix_packed_sequences_are_refused() -> None:
     packed, masked = {"input_ids": ids, "labels": ids, "position_ids": position_ids}, {"input_ids": ids, "labels": ids}
 
     def program(model: nn.Module, example: dict[str, Tensor]) -> Program:
-        return autopar.api.trace_model(model, example).program
+        return trace_model(model, example).program
 
     caching = small_llama()
     caching.config.use_cache = True

@@ -19,6 +19,7 @@ import autopar
 from autopar.data import EncoderRows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest
 from autopar.verify.rehearsal import keep_double_program, run_single
@@ -158,7 +159,7 @@ def example(patch_rows: int = 4, rows: int = 8) -> dict[str, Tensor]:
 @cache
 def traced_captioner() -> tuple[Captioner, Any]:
     model = Captioner().double()
-    return model, keep_double_program(autopar.api.trace_model(model, example()))
+    return model, keep_double_program(trace_model(model, example()))
 
 
 def on_ranks(asked: str, world: int, act: Callable[[Any], Any]) -> list[Any]:
@@ -174,6 +175,7 @@ def on_ranks(asked: str, world: int, act: Callable[[Any], Any]) -> list[Any]:
     return simulate(world, rank)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_indexed", [False, True])
 @pytest.mark.parametrize(
     "asked", [pytest.param("data=2", id="data"), pytest.param("data=2 zero=3", marks=pytest.mark.slow, id="zero")]

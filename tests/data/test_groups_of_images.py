@@ -81,6 +81,7 @@ def check(case: str, ranks: list[Any]) -> list[list[list[int]]]:
     return [rows for *_, rows in ranks]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("case", "world", "asked", "nests"),
     [

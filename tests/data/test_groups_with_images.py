@@ -17,6 +17,7 @@ from autopar.errors import InputShapeError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.planning.length_plans import row_tracer
 from autopar.verify.rehearsal import run_single
 from tests.data.unlike_groups import STEPS, check_trained, trained, with_groups
@@ -88,6 +89,7 @@ def check(ranks: list[Any]) -> None:
     check_trained(ranks, singles)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("asked", "nests", "is_indexed"), [("data=4 zero=1", False, False), ("data=4 zero=3", True, True)]
 )
@@ -143,12 +145,13 @@ def test_what_is_wrong_with_images_of_rows_is_named() -> None:
         assert "which says which row they belong to" in evaluated
 
 
+@pytest.mark.slow
 def test_rows_are_traced_with_the_images_that_they_have_places_for() -> None:
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model = small_llava()
     for tokens in (TOKENS, PLACES):  # an image is as high as a row is long
         example = rows_of(4, tokens)
-        program = autopar.api.trace_model(model, example).program
+        program = trace_model(model, example).program
         setup: Any = SimpleNamespace(device_type="cpu", num_layers=1, dtype=None, expecting=lambda traced: traced)
         trace = row_tracer(model, example, program, setup)
         for rows, length, images in ((1, tokens, tokens // PLACES), (1, tokens // 2, max(1, tokens // 2 // PLACES)),

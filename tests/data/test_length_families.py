@@ -19,6 +19,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
 from autopar.plan.prediction import LengthPlan, LengthPrediction
 from autopar.planning.call_plans import stored_as
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, plan_like, search
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
@@ -60,12 +61,12 @@ def test_a_plan_with_stages_has_a_family() -> None:
     assert all(decisions.stages == plan.stages for decisions in plan.other_calls)
     assert not plan.groups  # of two devices for each stage none differ
     data = json.loads(plan.to_json())
-    other = search(autopar.api.trace_model(model, rows_of_tokens(1, 16)).program, 2, quick_prices(2), SearchRequest())
+    other = search(trace_model(model, rows_of_tokens(1, 16)).program, 2, quick_prices(2), SearchRequest())
     data["groups"] = [{"tokens": 16, "decisions": json.loads(other.to_json())["decisions"]}]
     with pytest.raises(PlanFormatError, match=r"0 pipeline stages on 1 .* both must be the same"):
         Plan.from_json(json.dumps(data))
 
-    traced = autopar.api.trace_model(model, example)
+    traced = trace_model(model, example)
 
     def rank(talk: Communicator) -> str:
         made: Any = build(model, traced, plan, talk)
@@ -81,7 +82,7 @@ def test_a_plan_with_stages_has_a_family() -> None:
 @pytest.mark.timeout(400)
 def test_processes_take_turns_between_plans_and_train_as_one_device(tmp_path: Path) -> None:
     model, prices = small_llama(), quick_prices(4)
-    long, short = (autopar.api.trace_model(model, rows_of_tokens(*shape)).program for shape in ((2, 16), (4, 8)))
+    long, short = (trace_model(model, rows_of_tokens(*shape)).program for shape in ((2, 16), (4, 8)))
     plan = search(long, 4, prices, SearchRequest(constraints=("data=2", "tensor=2", "zero=3")))
     request = SearchRequest(constraints=("data=4",), stored=stored_as(long, plan))
     member = plan_like(short, long, plan, prices, request)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.command import main
+from autopar.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

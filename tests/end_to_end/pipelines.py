@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import Cluster
-from autopar.api import trace_model
 from autopar.cost import ClusterPrices
 from autopar.lower import ParallelModule
 from autopar.plan import Plan, Stage
+from autopar.planning.call_traces import trace_model
 from autopar.schedules import stage_group
 from autopar.search import SearchRequest, search
 from tests.end_to_end.harness import assert_near, gradients_of, parallelize, run_step

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.api import trace_model
 from autopar.errors import CompilerError
 from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
+from autopar.planning.call_traces import trace_model
 from autopar.step.activation_policies import rerun_ops
 from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of

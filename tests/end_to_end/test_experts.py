@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.api import trace_model
 from autopar.placement import Axis
+from autopar.planning.call_traces import trace_model
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end import pipelines
 from tests.end_to_end.harness import assert_same_step, launch, parallelize

@@ -21,9 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from autopar import api
-from autopar.api import trace_model
 from autopar.lower import ParallelModule
 from autopar.plan import LayerStrategy, Plan
+from autopar.planning.call_traces import trace_model
 from autopar.verify.rehearsal import loss_of
 from tests.end_to_end.harness import (
     OPTIMIZERS,

@@ -103,6 +103,7 @@ def test_what_crosses_links_takes_the_time_that_the_plan_says(capsys: pytest.Cap
     assert on_links == pytest.approx(shares["activation communication"] + shares["parameter communication"])
 
 
+@pytest.mark.slow
 def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

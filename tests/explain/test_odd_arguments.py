@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.command import main
+from autopar.__main__ import main
 from autopar.planning.arguments import read_bytes
-from autopar.suggestions import kind_of
+from autopar.user_text.suggestions import kind_of
 
 ON = "--cluster 2xh100 --why-seconds 0"
 FACTORY = """

@@ -212,6 +212,7 @@ def test_a_large_plan_stays_a_small_page(found: Findings) -> None:
     assert sum(len(trace["x"]) for trace in strip.data) == 3 * 126
 
 
+@pytest.mark.slow
 def test_many_alternating_events_are_drawn_at_once_and_keep_their_seconds() -> None:
     """A pipeline's compute stream alternates between microbatches' forwards and backwards: nothing to join touches."""
     num_events = 100_000

@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest, search
 from autopar.trace import Traced
 from autopar.verify import verify

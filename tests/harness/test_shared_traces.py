@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import autopar.api
 import autopar.planning.call_traces
+from autopar.planning.call_traces import trace_model
 from tests import shared_traces
 from tests.shared_traces import share_traces
 
@@ -64,7 +64,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
         net = Net()
         change(net)
         inputs = {"x": torch.ones(size, 8, dtype=net.first.weight.dtype)}
-        found = autopar.api.trace_model(net, inputs)
+        found = trace_model(net, inputs)
         assert found.program.type_of(found.program.inputs[0]).shape == (size, 8)
         (x,) = found.flatten_inputs((), inputs)
         assert x.equal(inputs["x"])

@@ -64,6 +64,7 @@ def named_as(strategy: LayerStrategy, first: Layer, layer: Layer) -> LayerStrate
 
 
 # The law is the search's, whatever the ops: a handful of models, of which layers, shapes and ties differ.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "constraints"),
     [

@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.known_layers import KnownLayers
@@ -79,6 +79,7 @@ def grid() -> list:
     ]  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("model", "devices", "nodes", "constraint"), grid())
 def test_no_single_constraint_is_faster(model: str, devices: int, nodes: int, constraint: str) -> None:
     free = plan(model, devices, nodes)
@@ -94,6 +95,7 @@ CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 2), (16, 2), (32, 4))
 """Devices, and nodes."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "clusters"),
     [

@@ -43,6 +43,7 @@ def searched(name: str, constraints: tuple[str, ...], world: int) -> autopar.Pla
     return forced_plan(program, world, *constraints)
 
 
+@pytest.mark.slow
 def test_a_good_plan_passes() -> None:
     model, inputs, plan = plan_of("plain_gpt", "data=2")
     assert "2 ranks against one device" in str(autopar.verify(model, plan, inputs, shrink=False))
@@ -113,6 +114,7 @@ def moves_forgotten() -> Iterator[None]:
         forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constraints", "move"),
     [

@@ -64,6 +64,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, change: Call
     monkeypatch.setattr(owner, method, lambda self, *args: change(self, right(self, *args), *args))
 
 
+@pytest.mark.slow
 def test_a_good_pipeline_passes() -> None:
     report = Rehearsal("crossing", "1f1b").verify()
     assert "2 ranks against one device" in str(report)

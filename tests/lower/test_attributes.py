@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
-from autopar.attribute_contents import contents_of, has_contents
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.objects.attribute_contents import contents_of, has_contents
+from autopar.planning.building import call_planner
 from autopar.trace import Traced, trace
 from tests.lower.runs import build
 from tests.random_plans import random_plan
@@ -175,6 +175,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_modes_and_numbers_of_submodules_may_change(change: Any) -> None:
     torch.manual_seed(0)

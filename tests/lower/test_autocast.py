@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.plan import Plan
+from autopar.planning.building import call_planner
 from autopar.trace import Traced, trace
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_plan, with_stages
@@ -69,6 +69,7 @@ def step(model: Any) -> tuple[float, Tensor, float, dict[str, Tensor]]:
     return loss.item(), output.detach() + 0, plain.item(), state
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", range(3))
 def test_a_call_inside_of_autocast_computes_as_on_one_device(number: int) -> None:
     model, traced = traced_model()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.errors import ExampleInputsError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run import call_executors
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.verify.rehearsal import planner_for
 from tests.lower.runs import build
@@ -51,7 +51,7 @@ def test_more_forms_than_are_kept_are_named_once(
 ) -> None:
     monkeypatch.setattr(call_executors, "MOST_FORMS", 2)
     model, batches = nn.Linear(4, 4), [{"input": torch.zeros(rows, 4)} for rows in (2, 3, 4, 5)]
-    traced = autopar.api.trace_model(model, batches[0])
+    traced = trace_model(model, batches[0])
     plan = quick_search(traced.program, 1, SearchRequest())
     planner = planner_for(model, traced, plan, batches[1:], training=True)
 
@@ -71,13 +71,14 @@ def test_random_shapes_train_as_one_device_does(name: str, constraints: tuple[st
     train_on(name, 2, constraints, random_batches(subject(name).inputs, 1, 3, has_lengths=name in TEXTS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("text", ["data=2", "tensor=2", "data=2 zero=3"])
 def test_batches_without_rows_are_as_on_one_device_and_later_ones_are_planned(text: str) -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     batches = [{"src": torch.randn(rows, 3, 4)} for rows in (4, 0, 3, 1)]
     expected = [model(**batch) for batch in batches]
-    traced = autopar.api.trace_model(model, batches[0])
+    traced = trace_model(model, batches[0])
     plan = quick_search(traced.program, 2, SearchRequest(constraints=tuple(text.split())))
     planner = planner_for(model, traced, plan, batches, training=True)
 
@@ -95,4 +96,4 @@ def test_batches_without_rows_are_as_on_one_device_and_later_ones_are_planned(te
 
 def test_an_example_without_rows_is_refused() -> None:
     with pytest.raises(ExampleInputsError, match="a batch of 0 rows"):
-        autopar.api.trace_model(nn.Linear(4, 4), (torch.zeros(0, 4),))
+        trace_model(nn.Linear(4, 4), (torch.zeros(0, 4),))

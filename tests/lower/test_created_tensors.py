@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.program.layer_program import layer_program
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest, search
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import _digest_state, trace_model
+from autopar.api import _digest_state
 from autopar.lower.communication.digests import digest_of, digest_tensors, weighted_sum
+from autopar.planning.call_traces import trace_model
 
 LONG = 3 * (1 << 16) + 5
 

@@ -80,6 +80,7 @@ def check_training(rank: int, mesh_sizes: tuple[int, ...], name: str, got: list[
         torch.testing.assert_close(local, slice_of(parameter.detach(), layout, mesh_sizes, rank))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_train_dtensors_without_a_process_group(name: str):
     mesh_sizes = (2, 2, 2)

@@ -46,6 +46,7 @@ def seconds_run(plan: Plan, step: Callable[[Any, Tensor], Callable[[], None]]) -
     return sum(quick_prices(2).collective_s(each.kind, each.axis, each.num_bytes) for each in run)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["torch's Adafactor", "torch's Muon", "LAMB", "SOAP", "Lion"])
 def test_what_an_optimizer_gathers_is_in_the_step(name: str) -> None:
     make, plain = MAKE[name], planned("sgd", "zero=3", "data=2")

@@ -70,6 +70,7 @@ def assert_clipped(results: list[tuple[Tensor, dict[str, Tensor]]], tolerance: f
             torch.testing.assert_close(gradient, expected[name], rtol=tolerance, atol=tolerance * norm.max().item())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_clipping_is_by_the_norm_of_all_stages(foreach: bool | None) -> None:
     def clip(model: Any) -> Any:
@@ -84,6 +85,7 @@ def test_clipping_is_by_the_norm_of_all_stages(foreach: bool | None) -> None:
     assert_clipped(on_stages("plain_gpt", clip))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
 def test_what_is_tied_across_stages_counts_once(schedule: str) -> None:
     def clip(model: Any) -> Any:
@@ -92,6 +94,7 @@ def test_what_is_tied_across_stages_counts_once(schedule: str) -> None:
     assert_clipped(on_stages("gpt2", clip, schedule), tolerance=2e-4)  # the model computes its loss in float32
 
 
+@pytest.mark.slow
 def test_a_stage_with_nothing_to_train_takes_part() -> None:
     def clip(model: Any) -> Any:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -102,6 +105,7 @@ def test_a_stage_with_nothing_to_train_takes_part() -> None:
     assert_clipped(on_stages("deep_half_frozen", clip))
 
 
+@pytest.mark.slow
 def test_gradients_that_were_accumulated_and_cut_off_are_still_clipped_together() -> None:
     _, inputs, _ = traced_model("plain_gpt")
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.api import trace_model
 from autopar.errors import ConstraintError, PlanFormatError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.step.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of, run_ranks
@@ -31,6 +31,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", SETTINGS, ids=str)
 def test_gradients_rounded_to_float32_are_near_and_half_as_many_bytes_travel(constraints: Sequence[str]) -> None:
     who, world = subject("llama", torch.float64), 4 if "pipeline=2" in constraints else 2
@@ -73,6 +74,7 @@ def mixed(*constraints: str) -> tuple[Plan, list[list[Collective]], dict[str, to
     return plan, ranks, found[0][1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", [("zero=1",), ("zero=1", "microbatches=2"), ("zero=3",)], ids=str)
 def test_layers_in_bfloat16_reduce_in_float32_unless_asked(constraints: Sequence[str]) -> None:
     wide, many, first = mixed("data=2", *constraints)

@@ -69,6 +69,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 FAST = (1, 3, 6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("world", "constraints"),
     [pytest.param(*each, marks=() if n in FAST else pytest.mark.slow) for n, each in enumerate(CHOICES)],

@@ -96,6 +96,7 @@ def follow(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_computed_from_buffers_is_printed() -> None:
     model = Model()
     inputs = {"x": torch.randn(8, 4, 8)}
@@ -108,6 +109,7 @@ def test_what_is_computed_from_buffers_is_printed() -> None:
     assert "aten.cos" not in second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_plan", [in_stages, *(pytest.param(each, marks=pytest.mark.slow) for each in (flat, in_microbatches))]
 )

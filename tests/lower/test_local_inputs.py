@@ -68,6 +68,7 @@ def on_ranks(
     return simulate(4, rank)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "num_microbatches"), [("plain_gpt", 2), ("bert", 1), ("unet", 1)])
 def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_microbatches: int) -> None:
     model, inputs, _ = traced_model(name)
@@ -87,6 +88,7 @@ def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_mic
             torch.testing.assert_close(gradients[parameter], gradient, rtol=0, atol=1e-9 * largest.item())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("counts", [[5, 3], [0, 8]])
 def test_data_ranks_may_pass_different_numbers_of_rows(counts: list[int]) -> None:
     model, inputs, _ = traced_model("plain_gpt")
@@ -152,6 +154,7 @@ def test_an_input_gets_the_gradient_of_its_rows() -> None:
         torch.testing.assert_close(gradient, whole[name].grad.tensor_split(2)[rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraints", "dtype", "as_dtensors"),
     [

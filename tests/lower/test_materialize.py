@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.api import Setup, build, trace_model
 from autopar.errors import MaterializationError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import local_tensor, make_mesh
 from autopar.lower.parameters.materialize import record_draws
+from autopar.planning.building import build
+from autopar.planning.call_traces import trace_model
+from autopar.planning.setup import Setup
 from tests import models
 
 Make = Callable[[], nn.Module]
@@ -136,6 +138,7 @@ SMALL: dict[str, Make] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore")
 def test_values_are_those_of_building_the_model(name: str) -> None:

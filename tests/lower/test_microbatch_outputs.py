@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.api import build, trace_model
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
+from autopar.planning.building import build
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from tests.models import make
 from tests.ranks import run_ranks

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.api import trace_model
 from autopar.errors import ConstraintError, VerificationError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.trace import Traced
 from autopar.verify.rehearsal import SteadyAdamW, loss_of
 from tests import models
@@ -100,6 +100,7 @@ def run(model: nn.Module, traced: Traced, plan: Plan, inputs: dict[str, Tensor],
     return simulate(plan.world_size, rank)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world", "constraints"),
     [

@@ -45,6 +45,7 @@ CHOICES = [
 FAST = (1, 3, 5)  # each number of microbatches, level of ZeRO and schedule that orders copies otherwise
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "constraints",
     [pytest.param(each, marks=() if n in FAST else pytest.mark.slow) for n, each in enumerate(CHOICES)],
@@ -195,6 +196,7 @@ def searched(prices: TablePrices, limit: float | None, *constraints: str) -> Pla
     return search(program, 2, prices, SearchRequest(limit, constraints=constraints))
 
 
+@pytest.mark.slow
 def test_a_search_offloads_where_memory_is_short_and_copies_are_fast() -> None:
     free = TablePrices()
     fast = replace(free, host_link=replace(LINK, bytes_per_s=2e9))

@@ -273,6 +273,7 @@ def test_a_copy_trains_apart_from_its_model() -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

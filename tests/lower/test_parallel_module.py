@@ -38,6 +38,7 @@ def edited(plan: Plan, **changes: Any) -> Plan:
     return plan.with_decisions(strategies=tuple(replace(strategy, **changes) for strategy in plan.strategies))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "seed"), [("plain_gpt", 0), ("frozen", 1)])
 def test_random_plans_train_as_one_device(name: str, seed: int) -> None:
     model, inputs, traced = traced_model(name)
@@ -47,6 +48,7 @@ def test_random_plans_train_as_one_device(name: str, seed: int) -> None:
         assert_same(expected, run)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_zero_level_with_every_recomputation(zero: int, recompute: str) -> None:
@@ -57,6 +59,7 @@ def test_every_zero_level_with_every_recomputation(zero: int, recompute: str) ->
         assert_same(expected, run)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "zero"),
     [
@@ -74,6 +77,7 @@ def test_microbatches_train_as_one_device(name: str, zero: int) -> None:
         assert_same(expected, run)
 
 
+@pytest.mark.slow
 def test_real_model_with_tied_weights() -> None:
     model, inputs, traced = traced_model("gpt2")
     expected = train_single(model, inputs)

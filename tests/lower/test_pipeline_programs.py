@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.trace import Traced
 from autopar.verify import compare
 from autopar.verify.rehearsal import run_parallel, run_single

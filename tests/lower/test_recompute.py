@@ -209,6 +209,7 @@ class Tracked(nn.Module):
         return hidden.square().mean() if self.has_loss else hidden
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("recompute", "zero", "schedule", "num_microbatches", "has_loss"),
     [

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.errors import OutputError, PlanMismatchError
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.verify.rehearsal import run_ranks
 from tests.zoo import quick, quick_search

@@ -87,6 +87,7 @@ def test_a_whole_file_on_one_rank(tmp_path: Path) -> None:
             torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_save_pretrained_writes_whole_weights_once(name: str, tmp_path: Path) -> None:
     model, inputs, traced = traced_model(name)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.api import trace_model
 from autopar.lower.program import compiled
 from autopar.lower.program.single_layer import SingleLayer
+from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
 from autopar.step.layer_cost import are_rerun
 from autopar.step.local_layer import place, whole_strategy

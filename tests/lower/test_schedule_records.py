@@ -71,6 +71,7 @@ def planned(program: Program, *constraints: str) -> Plan:
     return search(program, 2, quick_prices(2), SearchRequest(constraints=quick(demands), schedules=schedule_actions))
 
 
+@pytest.mark.slow_after(1)
 def test_a_new_schedule_is_one_record(schedule: str) -> None:
     torch.manual_seed(0)
     model, inputs = make_plain_gpt(layers=4)

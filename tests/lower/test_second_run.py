@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import call_planner, trace_model
 from autopar.errors import AutoparError, OutputError, PlanMismatchError
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.parallel_module import ParallelModule
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.planning.building import call_planner
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest
 from autopar.step.plan_check import check_fit
 from tests.lower.runs import build
@@ -85,6 +86,7 @@ def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     return [*found, *(b.detach().clone() for b in model.buffers())]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", PLANS)
 def test_steps_are_those_of_one_device(constraints: tuple[str, ...]) -> None:
     def rank(model: ParallelModule, inputs: dict[str, Tensor], single: nn.Module) -> None:
@@ -134,6 +136,7 @@ def test_what_can_not_be_had_is_refused() -> None:
     on_ranks(PLANS[1], rank)
 
 
+@pytest.mark.slow
 def test_other_random_numbers_are_told(caplog: pytest.LogCaptureFixture) -> None:
     def rank(model: ParallelModule, inputs: dict[str, Tensor], single: nn.Module) -> None:
         for _ in range(2):

@@ -307,6 +307,7 @@ def listed(actions: StepActions, group: int, names: Sequence[str]) -> list[str]:
     return [f"{each.kind} {names[each.layer]}" for each in every if each.kind in kinds]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["", "in microbatches", "1f1b", "zbv"])
 def test_what_runs_is_what_is_listed(monkeypatch: pytest.MonkeyPatch, schedule: str, zero: int) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.errors import ConstraintError, SubmoduleError
 from autopar.lower import Executable
 from autopar.plan import Plan
+from autopar.planning.building import call_planner
 from autopar.planning.call_plans import CallPlanner
 from autopar.trace import Traced, trace
 from autopar.verify.rehearsal import run_ranks
@@ -110,6 +110,7 @@ def samples(model: Any) -> Tensor:
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", [*SEEDS, None], ids=lambda seed: "stages" if seed is None else seed)
 def test_sampling_goes_on_with_the_training(seed: int | None) -> None:
     def train(model: Any) -> tuple[list[float], Tensor, Tensor]:
@@ -131,6 +132,7 @@ def test_sampling_goes_on_with_the_training(seed: int | None) -> None:
         torch.testing.assert_close(before, expected[2], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_of_submodules_that_the_loop_calls(seed: int) -> None:
     def step(model: Any) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import call_planner
 from autopar.errors import SubmoduleError
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.building import call_planner
 from autopar.trace import trace
 from tests.lower.runs import build
 from tests.random_plans import random_plan
@@ -57,6 +57,7 @@ def on_ranks(is_training: bool, check: Callable[[Any, Any, Tensor], Any], seed: 
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_submodule_runs_alone(is_training: bool, seed: int) -> None:

@@ -121,6 +121,7 @@ def plans(traced: Traced) -> list[Plan]:
     return [*(random_plan(traced.program, 2, seed) for seed in range(2)), staged]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("kind", "number"), [(kind, number % 3) for number, kind in enumerate(KINDS)])
 def test_an_average_is_the_single_devices(kind: str, number: int) -> None:
     model, inputs, traced = traced_model("plain_gpt")

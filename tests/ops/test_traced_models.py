@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.ops import RuleMatch, count_work
+from autopar.planning.call_traces import trace_model
 from autopar.program import Arg, Op, Program, Ref, TensorType
 from tests.models import ZOO, make
 from tests.ops.harness import Sample, check_options

@@ -119,6 +119,7 @@ def planned(who: Subject, world: int, *constraints: str) -> tuple[Subject, Plan]
     return replace(who, traced=replace(who.traced, program=program)), plan
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world", "constraints"),
     [

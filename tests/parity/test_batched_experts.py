@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.ops.experts import EXPERTS
+from autopar.planning.call_traces import trace_model
 from autopar.program import Op
 from autopar.search import SearchRequest
 from tests.parity.test_experts import NUM_EXPERTS, make

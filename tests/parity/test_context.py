@@ -151,6 +151,7 @@ def without(program: Program, kernel: str) -> Program:
     return replace(program, layers=tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers))
 
 
+@pytest.mark.slow
 def test_a_degree_that_divides_no_tokens_is_refused():
     """And the length that the message names is a way out, with the same loss."""
     length, degree, padded = 20, 4, 24

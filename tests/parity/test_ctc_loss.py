@@ -49,6 +49,7 @@ def subject_of(targets: str, reduction: str) -> Subject:
     return trained_alone(Recognizer(targets, reduction).double(), inputs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("targets", "reduction"), [("padded", "mean"), ("padded", "none"), ("selected", "sum"), ("flat", "mean")]
 )

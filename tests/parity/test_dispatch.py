@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.communication.shards import Shards
@@ -19,6 +18,7 @@ from autopar.lower.kernels.experts import parts_of_dispatch
 from autopar.ops.experts import EXPERTS, Body, read_body
 from autopar.placement import Axis
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.instructions import InParts, RunOp

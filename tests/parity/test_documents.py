@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from autopar.api import trace_model
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
@@ -21,6 +20,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.program import Op
 from autopar.search import SearchRequest
 from autopar.verify import compare, verify
@@ -153,6 +153,7 @@ def test_windows_beside_documents(packing: str, world_size: int, constraints: tu
     assert_parity(who, searched(who, world_size, *constraints))
 
 
+@pytest.mark.slow
 def test_a_single_row_splits_by_context():
     """As DataCollatorWithFlattening makes it."""
     who = subject("llama", "odd", 1)
@@ -268,6 +269,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_recognized_by_what_they_let_through(name: str):
     mask, is_known = MASKS[name]

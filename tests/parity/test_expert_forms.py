@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.ops.experts import EXPERTS
+from autopar.planning.call_traces import trace_model
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
@@ -69,6 +69,7 @@ def capacity(form: type[Capacity], routing: str) -> Subject:
     return trained_alone(model, {"x": x})
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("form", "routing", "constraints"),
     [

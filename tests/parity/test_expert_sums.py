@@ -69,6 +69,7 @@ def written(counts: str, sums: str) -> Subject:
     return trained_alone(Written(counts, sums).double(), inputs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("counts", "sums"), [
     ("bincount", "view"), ("one-hot", "view"), ("one-hot of each token", "index_add"), ("compared", "scatter_add"),
     ("bincount", "index_add_"),

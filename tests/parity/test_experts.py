@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.errors import ConstraintError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import StepReport
@@ -22,6 +21,7 @@ from autopar.ops import family_of
 from autopar.ops.experts import EXPERTS, read_body
 from autopar.placement import local_shape
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
 from autopar.search import SearchRequest
@@ -133,6 +133,7 @@ def by_model(*cases: tuple[str, Any]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ()) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), by_model(("mixtral", 1), ("qwen", 2), ("gpt-oss", 2), ("deepseek", 1)))
 def test_experts_of_a_model_are_one_op(name: str, count: int):
     who = subject(name)
@@ -142,6 +143,7 @@ def test_experts_of_a_model_are_one_op(name: str, count: int):
     assert {read_body(str(op.args[6])).groups for op in regions(who)} == {(4, 2) if name == "deepseek" else (1, 1)}
 
 
+@pytest.mark.slow
 def test_experts_are_one_op_however_many_rows_there_are():
     """2^27 rows could be neither sorted nor compared in a test; nor in time for a plan."""
     wide = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_local_experts": 96}

@@ -112,6 +112,7 @@ def subject_of(name: str) -> Subject:
 PLANS = (("data=2",), ("tensor=2",), ("data=2", "zero=3"), ("microbatches=2",))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [(name, PLANS[(number + turn) % 4]) for number, name in enumerate(CALLS) for turn in range(1 if number else 4)],

@@ -18,6 +18,7 @@ from autopar.data.image_grids import GridSharing
 from autopar.errors import LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
@@ -95,7 +96,7 @@ def test_images_train_as_on_one_device() -> None:
     model: Any = small("qwen2.5")
     dataset: Any = [sample_of(model, number) for number in range(len(SAMPLES))]
     example = example_of(2, [SMALL] * 4)
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = forced_plan(traced.program, 2, "data=2")
     text = {name: x for name, x in example.items() if name not in ("pixel_values", "image_grid_thw")}
     others = [example_of(2, [WIDE] * 4), text]

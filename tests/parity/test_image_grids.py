@@ -21,6 +21,7 @@ import autopar
 from autopar.errors import MeshError, TraceError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.lower.runs import assert_losses_and_gradients, build, loss_of, losses_and_gradients
 from tests.models import skip_before_transformers_5
@@ -80,7 +81,7 @@ def test_images_of_several_sizes_train_as_on_one_device() -> None:
     """Qwen3; Qwen2 trains on gloo below, and Qwen2.5 by a loader (`test_image_grid_loaders`)."""
     skip_before_transformers_5("the configuration is another one")
     model = small("qwen3")
-    traced = keep_double_program(autopar.api.trace_model(model, BATCHES[0]))
+    traced = keep_double_program(trace_model(model, BATCHES[0]))
     assert [*traced.read_values] == ["image_grid_thw"]
     plan = forced_plan(traced.program, 2, "tensor=2")
     planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)

@@ -22,6 +22,7 @@ from autopar.data import EncoderRows
 from autopar.errors import InfeasibleError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
@@ -61,7 +62,7 @@ def batch_of(images: list[int]) -> dict[str, Tensor]:
 def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -> None:
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model, example = small_llava(), batch_of([1, 2])
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = forced_plan(traced.program, 2, *asked.split())
     others = [batch_of([2, 0]), batch_of([1, 1])]
     planner = planner_for(model, traced, plan, others, keep_double_program, training=True)
@@ -79,7 +80,7 @@ def test_rows_with_unlike_numbers_of_images_train_as_on_one_device(asked: str) -
 def test_more_images_than_fit_are_refused_before_they_are_computed() -> None:
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     model, example = small_llava(), batch_of([1, 2])
-    traced = autopar.api.trace_model(model, example)
+    traced = trace_model(model, example)
     plan = forced_plan(traced.program, 2, "data=2")
     planner = planner_for(model, traced, replace(plan, memory_limit_bytes=2 * plan.peak_memory_bytes), [])
     more = {**example, "pixel_values": torch.zeros(1024, 3, 4, 4, dtype=torch.float64)}
@@ -136,7 +137,7 @@ def test_a_balanced_loader_distributes_images_apart_from_their_text() -> None:
     model = small_llava()
     example = {**batch_of([1, 2, 1, 2]), "position_ids": torch.arange(TOKENS).repeat(4, 1)}
     del example["attention_mask"]
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     plan = forced_plan(traced.program, 2, "data=2")
     fewer = {**example, "pixel_values": torch.zeros(4, 3, 4, 4, dtype=torch.float64)}
     planner = planner_for(model, traced, plan, [fewer], keep_double_program, training=True)

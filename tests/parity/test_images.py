@@ -157,6 +157,7 @@ def dims_split(plan: Plan) -> list[set[int]]:
     return [{space_dim(factor) for factor in each} - {0} for each in factors]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [

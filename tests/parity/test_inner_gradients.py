@@ -119,6 +119,7 @@ PLANS = (("tensor=2",), ("data=2", "zero=3"))
 LONG = ("penalty", "norms", "inner_convolutions")  # seconds to trace
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, InfeasibleError, OutputError, PlanMismatchError
 from autopar.lower import ParallelModule
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops.linear_cross_entropy import TARGET
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest, search
 from autopar.step.logits import PIECE_TOKENS
 from autopar.step.plan_check import check_fit
@@ -50,6 +50,7 @@ def plan_in_pieces(name: str, world: int, constraints: tuple[str, ...]) -> Plan:
     return search(pieces_of(name).traced.program, world, quick_prices(world), request)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world", "constraints"),
     [

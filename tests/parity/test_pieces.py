@@ -42,6 +42,7 @@ def in_pieces(name: str, plan: Plan) -> list[InPieces]:
     return [each for each in found if isinstance(each, InPieces)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "world_size", "constraints"),
     [

@@ -34,6 +34,7 @@ class Head(nn.Module):
         return self.loss(self.second(self.first(x).relu()), x)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_pass(name: str) -> None:
     """Without the totals of the batch, for which all forwards would have to run before the first backward."""

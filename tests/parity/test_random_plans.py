@@ -54,6 +54,7 @@ def check_pipeline(who: Subject, data: st.DataObject) -> None:
     assert_parity(who, plan, priced=count == 1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "world"), [("flat", 2), ("unet", 4), ("contrastive", 2)])
 def test_a_random_plan(name: str, world: int) -> None:
     check(name, world, seed=1, num_microbatches=1)

@@ -162,6 +162,7 @@ CALLS: tuple[Call, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_it_trains_as_on_one_device(call: Call) -> None:
     torch.manual_seed(0)

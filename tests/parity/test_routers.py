@@ -69,6 +69,7 @@ def biased(favored: float, count: str, padded: bool = False) -> Subject:
     return trained_alone(Biased(favored, count, padded=padded).double(), {"x": torch.randn(16, 8).double()})
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("favored", "count", "constraints"),
     [

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.api import trace_model
+from autopar.planning.call_traces import trace_model
 from tests.models import tokens
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
@@ -43,6 +43,7 @@ def test_scans_train_as_on_one_device(name: str, constraints: str) -> None:
     assert_parity(who, plan)
 
 
+@pytest.mark.slow
 def test_a_scan_is_an_op_for_each_token() -> None:
     """As transformers writes Mamba without its CUDA kernels."""
     counts = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.ops.linear_cross_entropy import TARGET, TOKEN_LOSSES
+from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.step.logits import logits_bytes
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
@@ -97,6 +97,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("head", "loss", "world", "constraints"),
     [

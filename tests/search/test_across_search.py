@@ -73,6 +73,7 @@ def price_again(program: Program, plan: Plan) -> float:
     return seconds
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", [(), ("microbatches=2",), ("mesh=2x2", "zero=3", "recompute=full")])
 def test_the_reported_step_time_is_the_price_of_the_plan(constraints: tuple[str, ...]) -> None:
     program = small_model()
@@ -89,11 +90,13 @@ def test_a_plan_survives_its_text() -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits into .* the smallest needs .*parameters .* optimizer"):
         run(small_model(), memory=1000.0)
 
 
+@pytest.mark.slow
 def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.search import layer_work
 
@@ -119,6 +122,7 @@ def test_tied_parameters_have_one_storage_counted_once() -> None:
     )  # the optimizer on the tied parameter
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wanted", ["data=4", "sequence=4", "tensor=2"])
 def test_a_forced_degree_is_what_the_decoder_layers_do(wanted: str) -> None:
     plan = run(small_model(), wanted, "recompute=none", max_microbatches=1)

@@ -38,6 +38,7 @@ def meshes(plan: Plan) -> set[tuple[int, ...]]:
     return {strategy.mesh for strategy in plan.strategies}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("rows", "mesh"), [(4, (4, 2)), (2, (2, 4)), (6, (2, 4))])
 def test_half_the_rows_get_half_the_data_axis(rows: int, mesh: tuple[int, ...]) -> None:
     plan = planned(rows, by=trained("mesh=8", "data=8"))

@@ -48,6 +48,7 @@ def test_on_gpus_the_search_chooses_and_on_cpus_plans_are_eager() -> None:
     assert planned("cpu", compile=True).compiled
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_what_is_chosen_is_no_slower_than_either_choice() -> None:
     """Eager layers have more ways to keep less."""
     where, inputs = Cluster.of("h100", devices_per_node=4), (torch.ones(64, 256, 512),)

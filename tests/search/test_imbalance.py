@@ -119,6 +119,7 @@ def test_the_free_plan_is_no_slower_than_one_that_shares_experts():
     assert free.step_time_s <= shared.step_time_s * (1 + free.optimality_gap)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_assumes():
     model, inputs = make_mixtral(layers=1, products="grouped_mm")
     found = plan(

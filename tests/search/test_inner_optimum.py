@@ -238,6 +238,7 @@ def test_the_objective_is_the_reported_price(case: Case) -> None:
         assert total_s(case, solutions.strategy(before, behind)) == pytest.approx(objective, rel=1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("zero", "axes"), [(0, ()), (1, (0,)), (2, (1,)), (3, (0, 1))])
 def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tuple[int, ...], recompute: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning import logits
+from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.program import Program
 from autopar.search import SearchRequest, candidate_sets, layer_work, plan_search, search
@@ -53,6 +53,7 @@ def count_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_logits_in_pieces_need_candidates_of_the_last_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_made(monkeypatch)
     request = SearchRequest(schedules=schedule_actions)
@@ -66,6 +67,7 @@ def test_logits_in_pieces_need_candidates_of_the_last_layer_alone(monkeypatch: p
     assert shared.decisions == search(pieces, 2, prices(), SearchRequest(schedules=schedule_actions)).decisions
 
 
+@pytest.mark.slow
 def test_other_prices_and_compiled_layers_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_made(monkeypatch)
     request = SearchRequest()
@@ -158,6 +160,7 @@ def test_where_whole_logits_take_much_memory_pieces_are_searched_first(monkeypat
     assert search_plan(False, slow, program(), prices(), SearchRequest(), 2).decisions.piece_tokens
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("piece_tokens", "flat_s", "begins"), [(0, 1.1, False), (0, 1.03, True), (64, 1.1, True)])
 def test_plans_without_stages_that_were_far_too_slow_are_not_searched_again(
     monkeypatch: pytest.MonkeyPatch, piece_tokens: int, flat_s: float, begins: bool
@@ -191,6 +194,7 @@ def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_fi
     assert shared.decisions == alone.decisions
 
 
+@pytest.mark.slow
 def test_other_demands_on_activations_and_storage_share_problems_and_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     costs: list[Any] = []

@@ -51,6 +51,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "REQUEST", replace(REQUEST, known=type(REQUEST.known)()))
 
 
+@pytest.mark.slow
 def test_all_devices_speak_for_groups_with_as_large_microbatches() -> None:
     whole = least_of(candidates(context(1), 1))
     remember_least(context(1), 1, whole, float(whole[1].sum()))
@@ -62,6 +63,7 @@ def test_all_devices_speak_for_groups_with_as_large_microbatches() -> None:
     assert not known(context(4), 2).any(), "these are microbatches of half the size for each"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("best", "demands"),
     [
@@ -89,6 +91,7 @@ def test_layers_are_known_with_logits_in_pieces_and_under_other_demands() -> Non
     assert not known(context(2), 1).any(), "fewer microbatches may be faster"
 
 
+@pytest.mark.slow
 def test_runs_of_layers_have_no_candidates_that_are_clearly_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     middle = len(PROGRAM.layers) // 2
     few = candidates(context(1), 1)

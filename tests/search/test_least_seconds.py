@@ -53,6 +53,7 @@ def simulated_s(decisions: Decisions) -> float:
     return StepPricing(PROGRAM, decisions, PRICES, TrainingSpec(), schedule_actions).step_s
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", [pytest.param((), marks=pytest.mark.slow), *CASES], ids=str)
 def test_no_step_takes_less_than_the_least(monkeypatch: pytest.MonkeyPatch, constraints: tuple[str, ...]) -> None:
     searched, results = looked_at(monkeypatch, constraints)
@@ -104,6 +105,7 @@ def test_split_backwards_gain_less_the_more_microbatches_there_are() -> None:
     assert 1 >= gains[0] > gains[1] > gains[2] > 0
 
 
+@pytest.mark.slow
 def test_equal_layers_are_tried_in_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = ("pipeline=1", "microbatches=2", "mesh=4")
     searched, _ = looked_at(monkeypatch, constraints)

@@ -13,6 +13,7 @@ from autopar.step.pricing import predict
 from tests.zoo import plan_for, quick_prices, subject
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "constraints"),
     [

@@ -62,6 +62,7 @@ def refuse_first(monkeypatch: pytest.MonkeyPatch, error: type[InfeasibleError]) 
     return limits
 
 
+@pytest.mark.slow
 def test_a_second_search_with_less_memory_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Bounds that are raised depend a little on how far that is worth it, which the plan says.
     monkeypatch.setattr(PipelineResults, "raise_bounds", lambda *_: None)
@@ -81,6 +82,7 @@ def test_less_memory_is_no_help_to_hosts_without_room(monkeypatch: pytest.Monkey
     assert len(limits) == 1
 
 
+@pytest.mark.slow
 def test_whole_layers_are_priced_once_for_device_groups_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[int] = []
     place_whole = search_context.place_whole
@@ -118,6 +120,7 @@ def test_pipelines_that_are_passed_over_for_their_compute_alone_are_no_faster(mo
         assert preferred_s(found) >= preferred_s(free) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_the_number_of_microbatches_is_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search stops before the largest, as the fastest plan that fits has become slower."""
     stopped: list[int] = []
@@ -142,6 +145,7 @@ def test_the_number_of_microbatches_is_the_fastest_that_fits(monkeypatch: pytest
     assert stopped, "the search never stopped for that, so this test shows nothing"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("compiled", "recompute"), [(False, ""), (True, "full")])
 def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bool, recompute: str) -> None:
     training = TrainingSpec().running(compiled=compiled)
@@ -188,6 +192,7 @@ def test_no_candidates_beat_what_rules_them_out_before_they_are_made() -> None:
         assert (least[slower] >= least[faster] * (1 - 1e-9)).all()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_no_pipeline_is_faster_than_its_bound_with_everything_overlapped(

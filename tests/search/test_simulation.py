@@ -56,6 +56,7 @@ def simulate(program: Program, plan: Plan, prices: TablePrices = FREE, detail: s
     return simulate_step(program, plan, prices, TrainingSpec(), schedule_actions, detail=detail)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", PLANS, ids=str)
 def test_every_collective_and_every_second_that_is_priced_runs(constraints: tuple[str, ...]) -> None:
     program, plan = planned(*constraints)
@@ -153,6 +154,7 @@ def test_copies_to_the_host_overlap_with_computing_and_communicating() -> None:
     assert streams.now_s == 5.0, "what does not overlap is waited for"
 
 
+@pytest.mark.slow
 def test_a_layer_that_offloads_waits_for_what_takes_longer_than_the_next_one() -> None:
     seconds: dict[float, float] = {}
     for rate in (1e9, 2e9, 1e13):

@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("shape", "num_layers", "num_candidates"), CASES, ids=str)
 def test_small_problems_are_solved_nearly_as_by_brute_force(
@@ -92,7 +93,7 @@ def test_what_pipelines_offload_fits_on_hosts(seed: int) -> None:
     assert found.best.host_bytes <= limit
     assert best_s * (1 - 1e-12) <= found.best.step_s <= 1.08 * best_s
     # Little memory on devices, so that all layers must offload, and no room for that on hosts.
-    smallest = min(each.peak_bytes for each in search_shapes(replace(tables, limit_bytes=0.0), shape).found)
+    smallest = min(each.peak_bytes for each in search_shapes(replace(tables, limit_bytes=0.0), shape).candidates)
     nothing = search_shapes(replace(tables, limit_bytes=smallest, host_limit_bytes=0.0), shape)
     assert nothing.best is None
     assert nothing.short_of_host is not None
@@ -169,6 +170,7 @@ def test_microbatches_in_flight_move_layers_to_later_stages() -> None:
     assert firsts == [2, 1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_closed_forms_agree_with_the_action_lists(schedule: str) -> None:
     for groups, rounds, count in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 4, 8, 12, 32)):
@@ -208,6 +210,7 @@ def test_no_pipeline_beats_its_bound(shape: Shape) -> None:
     assert all(seconds >= bound_s for seconds, _ in every_pipeline(tables, shape))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("shape", "num_layers", "num_candidates"), CASES, ids=str)
 def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(
     shape: Shape, num_layers: int, num_candidates: int

@@ -55,6 +55,7 @@ SOUGHT = [
 
 
 # With and without a parameter of both ends by turns.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("constraints", "tied"), [(constraints, number % 2 == 1) for number, constraints in enumerate(SOUGHT)], ids=str
 )
@@ -90,6 +91,7 @@ def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], t
         assert plan.group_peak_bytes(group) == pytest.approx(peak + static, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_is_stored_on_both_ends_and_its_gradient_exchanged() -> None:
     constraints = ("pipeline=2", "schedule=1f1b", "cuts=3", "microbatches=2", "mesh=2", "zero=0")
     tied, untied = (run(model(tied=each), *constraints) for each in (True, False))
@@ -110,6 +112,7 @@ def test_what_is_demanded_is_done() -> None:
     assert not run(model(), "pipeline=1").stages
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("constraints", "schedules"),
     [
@@ -127,6 +130,7 @@ def test_no_schedule_is_faster_than_the_chosen_one(constraints: tuple[str, ...],
         assert chosen.step_time_s <= 1.001 * search(model(5), 4, PRICES, forced).step_time_s, schedule
 
 
+@pytest.mark.slow
 def test_a_mesh_is_that_of_one_group() -> None:
     plan = run(model(), "pipeline=2", "mesh=2x2", "schedule=1f1b", world=8)
     assert all(strategy.mesh == (2, 2) for strategy in plan.strategies)
@@ -167,6 +171,7 @@ def test_what_does_not_fit_says_how_large_the_smallest_pipeline_is() -> None:
         run(model(), "pipeline=2", "schedule=gpipe", memory_limit_bytes=1e4)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_less_recomputes() -> None:
     constraints = ("pipeline=2", "schedule=1f1b", "microbatches=4")
     free = run(model(), *constraints)
@@ -194,6 +199,7 @@ def test_without_a_gain_there_is_no_pipeline_and_with_dear_collectives_there_is(
 EVALUATE = SearchRequest(training=TrainingSpec(is_training=False), max_microbatches=1, schedules=schedule_actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved_1f1b", "zbv"))]
 )
@@ -240,6 +246,7 @@ class _SlowDevices(TablePrices):
         return replace(found, forward_s=forward_s, backward_s=1.7 * forward_s if found.backward_s else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bytes_per_s", "gain"),
     [(5e5, "small"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1e6, "none"), (3e5, "large")))],
@@ -284,7 +291,7 @@ def found_pipelines(monkeypatch: pytest.MonkeyPatch, program: Program, prices: T
     select = plan_search.select_plan
 
     def note(searched: Any, pipelines: PipelineResults, *more: Any) -> Any:
-        found.extend(pipelines.found)
+        found.extend(pipelines.candidates)
         return select(searched, pipelines, *more)
 
     monkeypatch.setattr(plan_search, "select_plan", note)
@@ -303,6 +310,7 @@ def test_outputs_of_all_microbatches_are_counted_until_the_step_ends(monkeypatch
     assert plan.peak_memory_bytes - batch_bytes <= counted * 1.02  # what is sent and handed on apart
 
 
+@pytest.mark.slow
 def test_pipelines_offload_no_more_than_hosts_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """All microbatches of GPipe are in flight, twice as many as a host has room for if all layers offload."""
     program = decoder_model(4, 32, 64, 64, hidden=32, ffn=64, heads=4, kv_heads=2)

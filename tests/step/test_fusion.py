@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.program.single_layer import SingleLayer
 from autopar.plan import LayerStrategy
+from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
 from autopar.step import fusion, liveness

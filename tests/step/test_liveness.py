@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace_model
 from autopar.placement import Layout, parse_layout
 from autopar.plan import LayerStrategy, Plan
+from autopar.planning.call_traces import trace_model
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import place
 from autopar.step.plan_check import check_fit

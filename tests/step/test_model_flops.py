@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import autopar
-from autopar.api import trace_model
+from autopar.planning.call_traces import trace_model
 from autopar.step.model_flops import model_flops
 from autopar.step.training import TrainingSpec
 

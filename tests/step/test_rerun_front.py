@@ -98,6 +98,7 @@ def test_a_front_is_not_above_what_cheap_ops_give() -> None:
     assert min(as_fast) <= sum(selective.saved.values())
 
 
+@pytest.mark.slow
 def test_points_of_a_front_train_as_one_device(program: Program) -> None:
     for world, constraint in ((1, ()), (2, ("data=2",))):
         request = SearchRequest(constraints=("recompute=none", *constraint))

@@ -6,15 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
+from autopar.planning.call_traces import trace_model
 from autopar.planning.document_lengths import read_lengths, with_lengths
 from autopar.search import SearchRequest, search
 
 ROW = 2048
 
 
+@pytest.mark.slow
 def test_attention_to_documents_has_a_part_for_tokens_and_one_for_pairs() -> None:
     config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2,
                          vocab_size=64, max_position_embeddings=ROW, use_cache=False)  # fmt: skip

@@ -33,6 +33,7 @@ class Pieces(nn.Module):
         return torch.cat(made, 1 if self.swaps else 2).square().sum() + more
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("sizes", "swaps", "reads", "num_attention"),
     [

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.api import trace_model
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError, OutputError, TraceError
+from autopar.planning.call_traces import trace_model
 from autopar.trace import default_example_inputs, trace
 from tests import models
 from tests.trace.interpreter import interpret
@@ -407,6 +407,7 @@ def test_checkpointed_blocks_are_traced_through():
     assert out.requires_grad
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_plan_says_that_the_search_decides_what_is_recomputed_not_the_model(use_reentrant):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}

@@ -97,6 +97,7 @@ class Filled(nn.Module):
         return before + seen.prod() + (first * second).sum()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("writes_to_part", [False, True])
 def test_ops_that_write_to_a_tensor_of_their_own_are_decomposed_together(writes_to_part, monkeypatch):
     x, sizes = models.tokens(4, 4, 8).double(), []

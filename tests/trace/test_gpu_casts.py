@@ -138,6 +138,7 @@ def test_nothing_of_it_stays():
         assert torch.softmax(torch.ones(2, 2, dtype=BF16), -1).dtype == BF16
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_of_a_model_with_their_casts_is_verified_on_a_cpu():
     class Trained(Norms):
         def forward(self, x: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "make",
     [pytest.param(make, marks=pytest.mark.slow) if make in (t5, gemma, clip, resnet) else make for make in REAL],
@@ -201,6 +202,7 @@ class DeepUNet(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.slow
 def test_skip_connections_cross_cuts():
     traced = check_equals_model(DeepUNet(), {"x": torch.randn(2, 3, 32, 32)})
     layers = traced.program.layers
@@ -312,6 +314,7 @@ def test_source_and_module_of_ops():
     assert op.module == "blocks.0"
 
 
+@pytest.mark.slow
 def test_meta_model_is_the_same_program():
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=8, n_positions=64)
     with torch.device("meta"):
@@ -347,6 +350,7 @@ def test_layers_are_divided_so_that_each_has_a_stage_that_holds_what_it_reads():
     check_well_formed(program)
 
 
+@pytest.mark.slow
 def test_small_models_are_cut_into_as_many_layers_as_stages_need():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(),

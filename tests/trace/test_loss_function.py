@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import autopar
-from autopar.api import trace_model
 from autopar.errors import ExampleInputsError, LossError, TraceError
+from autopar.planning.call_traces import trace_model
 from autopar.trace import LossFunction, put_loss_inside
 
 X, Y = torch.linspace(-1, 1, 64).view(8, 8), torch.arange(8) % 4

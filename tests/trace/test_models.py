@@ -18,6 +18,7 @@ ALSO_EVALUATED = ("make_t5", "make_mixtral")
 TRAINED_ELSEWHERE = ("make_t5", "make_bart", "make_mixtral", "make_half_frozen", "make_vit")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("factory", "training"),
     [
@@ -33,6 +34,7 @@ def test_program_computes_what_the_model_computes(factory, training):
     assert traced.program.training is training
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     # `tests/parity/test_pipelines` trains the others in as many layers and microbatches.
     "name",

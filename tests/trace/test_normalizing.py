@@ -76,6 +76,7 @@ POSITION_LOSSES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("loss", CLASS_LOSSES)
 def test_cross_entropy_is_a_sum_of_terms(loss):
     program = run(CLASS_LOSSES[loss], x=X, y=CLASSES).program
@@ -102,6 +103,7 @@ FLATTENED = {  # -> whether positions keep their dims
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("loss", FLATTENED)
 def test_cross_entropy_of_flattened_positions(loss):
     """Batch and sequence stay dims of their own, which split one by one."""
@@ -125,6 +127,7 @@ def test_cross_entropy_with_class_probabilities(loss):
     assert not any("cross_entropy" in target for target in found)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("loss", POSITION_LOSSES)
 def test_other_losses_keep_no_reduction(loss):
     program = run(POSITION_LOSSES[loss], x=X, y=X.cos()).program
@@ -249,6 +252,7 @@ def test_a_window_is_known(mask, is_causal):
     assert not traced.constants
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("mask", [
     lambda row: (row[None, :] <= row[:, None]) & (row[None, :] != row[:, None] - 3),  # a hole
@@ -573,6 +577,7 @@ def test_autocast_inside_the_model():
     assert "bfloat16" in {program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
 def test_weight_norm_is_written_out(dim):
     """Its kernel reads beyond slices that don't belong together: nobody may try them."""

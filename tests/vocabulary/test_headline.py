@@ -7,7 +7,7 @@ import pytest
 from autopar.plan import Plan, PlannedLayer
 from autopar.plan.decisions import LayerStrategy, Stage
 from autopar.plan.headline import describe_parallelism, of_limit
-from autopar.quantities import short_count
+from autopar.user_text.quantities import short_count
 from tests.vocabulary.plans import small_plan
 
 

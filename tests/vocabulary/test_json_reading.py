@@ -22,11 +22,11 @@ from autopar.cost.collective_prices import COLLECTIVES
 from autopar.cost.profile import LayerTime, Reading, Readings
 from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MeshError, MissingPriceError, PlanFormatError, ProfileError
-from autopar.json_reading import read_json
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
 from autopar.profile.table import print_profile
 from autopar.schedules.action_lists import StageCost
+from autopar.user_text.json_reading import read_json
 from tests.cost.ops import LINEAR, tensor
 from tests.vocabulary.plans import small_plan
 

@@ -109,6 +109,7 @@ def test_pure_parts_load_no_torch():
         assert "torch" not in loaded, module
 
 
+@pytest.mark.slow
 def test_public_names_load_on_first_use():
     assert {"Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"} <= set(autopar.__all__)
     alone, plan, balance, pure, data = modules_loaded_by(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from autopar.errors import PlanFormatError
 from autopar.plan import FORMAT_VERSION, Plan, PlannedLayer, Stage
-from autopar.plan.prediction import LayerCost, Prediction
+from autopar.plan.prediction import LayerCost, Prediction, RowCost
 from tests.vocabulary.plans import plans, small_plan
 
 
@@ -63,6 +63,14 @@ def test_a_prediction_that_is_missing_or_unfit_is_left_out(change: Callable[[dic
     found = Plan.from_json(edit(change))
     assert found == replace(small_plan(), prediction=Prediction())
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_predictions_of_earlier_versions_are_read_under_todays_names():
+    row = RowCost(rows=2, fixed_bytes=3e9, row_bytes=4e6)
+    data = json.loads(replace(small_plan(), prediction=replace(small_plan().prediction, row=row)).to_json())
+    data["prediction"]["row"]["held_bytes"] = data["prediction"]["row"].pop("fixed_bytes")
+    del data["prediction"]["row"]["microbatches"]
+    assert Plan.from_json(json.dumps(data)).prediction.row == row
 
 
 def test_the_digest_is_of_what_runs():

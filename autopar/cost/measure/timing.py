@@ -1,7 +1,7 @@
 """Times calls on the clock of the device that runs them.
 
-On an accelerator, seconds are measured between two events of the current stream (see `autopar.accelerators`).  On a
-CPU, a call without communication is measured in CPU seconds of its thread (`busy_s`), so that other programs don't
+On an accelerator, seconds are measured between two events of the current stream (see `autopar.host.accelerators`).
+On a CPU, a call without communication is measured in CPU seconds of its thread (`busy_s`), so that other programs don't
 count; one that waits for other ranks is measured in wall-clock seconds (`elapsed_s`).  Ops, which are shorter than
 the host needs to launch them, are measured on a device that is told of all of them before it begins (`QueuedTimer`).
 """
@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from autopar.accelerators import DeviceClock, times_events
 from autopar.cost.measure.probe import Sample
+from autopar.host.accelerators import DeviceClock, times_events
 
 __all__ = ["MIN_S", "QueuedTimer", "busy_s", "elapsed_s", "median_of", "sample", "synchronize", "warm_up"]
 

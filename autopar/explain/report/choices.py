@@ -9,8 +9,8 @@ from typing import Any
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import pareto_front
 from autopar.pages.shapes import LEGEND, MARGIN, Figure, Table, axis, milliseconds, size
-from autopar.quantities import size_unit
 from autopar.search import ConsideredPlan
+from autopar.user_text.quantities import size_unit
 
 __all__ = ["front_figure", "front_table"]
 

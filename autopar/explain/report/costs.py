@@ -25,7 +25,7 @@ from autopar.pages.shapes import (
     percent,
     size,
 )
-from autopar.quantities import size_unit
+from autopar.user_text.quantities import size_unit
 
 __all__ = [
     "bytes_figure",

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from autopar.accelerators import pins_memory
+from autopar.host.accelerators import pins_memory
 
 __all__ = ["digest_generators", "digest_of", "digest_tensors", "start_reading"]
 

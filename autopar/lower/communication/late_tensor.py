@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.lower.compat import make_wrapper, map_leaves
-from autopar.tensor_questions import QUESTIONS
+from autopar.objects.tensor_questions import QUESTIONS
 
 __all__ = ["LateTensor"]
 

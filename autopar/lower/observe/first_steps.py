@@ -2,8 +2,8 @@
 
 A step lasts from one training call of the module to the next, optimizer and data included.  The first one warms up; the
 second and third are timed, and on an accelerator their peak memory is what its allocator says.  Nothing communicates,
-nothing waits for a device: events are recorded, and read when they have passed (`autopar.accelerators`: devices without
-timed events are timed by the host).
+nothing waits for a device: events are recorded, and read when they have passed (`autopar.host.accelerators`: devices
+without timed events are timed by the host).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.accelerators import peak_bytes, reset_peak_bytes, times_events
+from autopar.host.accelerators import peak_bytes, reset_peak_bytes, times_events
 from autopar.pages.shapes import digits, size
 from autopar.plan import Plan
 

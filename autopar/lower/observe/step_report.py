@@ -13,8 +13,8 @@ from autopar.lower.observe.kernel_profile import KernelTime
 from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Cell, Number, Table, digits, milliseconds
 from autopar.pages.timelines import timeline_figure, timeline_table
-from autopar.quantities import format_seconds
 from autopar.timeline import STREAMS, Event, StepTimeline
+from autopar.user_text.quantities import format_seconds
 
 __all__ = ["COLUMNS", "StepReport"]
 

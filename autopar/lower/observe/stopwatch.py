@@ -1,7 +1,8 @@
 """Measures a step as it runs: when each layer computes forward and backward, when each collective is under way.
 
 Layers run one after the other, so a layer's time lasts until something else begins.  On an accelerator the marks are
-events on the stream, read when the step is over; nothing waits for them (but see `autopar.accelerators.DeviceClock`).
+events on the stream, read when the step is over; nothing waits for them (but see
+`autopar.host.accelerators.DeviceClock`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.accelerators import DeviceClock
+from autopar.host.accelerators import DeviceClock
 from autopar.lower.communication.collectives import Collective, Handle
 from autopar.timeline import STREAM_OF, Event, StepTimeline
 

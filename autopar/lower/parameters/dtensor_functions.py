@@ -51,7 +51,7 @@ from autopar.lower.parameters.optimizer_state import refuse_file
 from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
-from autopar.tensor_questions import QUESTIONS
+from autopar.objects.tensor_questions import QUESTIONS
 
 __all__ = ["begin_step", "end_step", "watch_functions"]
 

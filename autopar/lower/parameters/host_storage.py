@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from autopar.accelerators import pins_memory
+from autopar.host.accelerators import pins_memory
 from autopar.lower.parameters.host_threads import widen_host_steps
 
 __all__ = ["HostCopies"]

@@ -2,7 +2,7 @@
 
 Launchers give each process one thread (torchrun sets ``OMP_NUM_THREADS=1``), so that processes which only launch work
 for their devices don't get in each other's way.  A step of an optimizer on the host is bound by how fast its cores read
-and write memory: with one thread a step of 1.1e9 parameters took 7.3 s beside an H100 (`benchmarks/measured`).
+and write memory: with one thread a step of 1.1e9 parameters took 7.3 s on an H100 machine (`benchmarks/measured`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.host_cores import usable_cores
+from autopar.host.cores import usable_cores
 from autopar.lower.compat import local_part_of
 
 __all__ = ["host_threads", "widen_host_steps"]

@@ -138,7 +138,7 @@ def _are_same(xs: Sequence[object], ys: Sequence[object]) -> bool:
 class Reduction:
     """Gradients on their way to where parameters are stored; those of `present` come by `handle`.
 
-    Those that are `apart` don't stay in the buffer in which they came: a tied parameter's gradient beside them is
+    Those that are `apart` don't stay in the buffer in which they came: a tied parameter's gradient in it is
     given up when it has been added to another layer's, and its place must not be held by them.
     """
 

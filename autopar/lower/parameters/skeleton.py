@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
-from autopar.references import redirect
+from autopar.objects.references import redirect
 
 __all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.attribute_contents import has_only_values
 from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import whole_copy
@@ -36,6 +35,7 @@ from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
+from autopar.objects.attribute_contents import has_only_values
 from autopar.placement import REPLICATE, Layout
 
 __all__ = ["OptimizerService", "watch_steps", "works_on_slices"]

@@ -6,7 +6,7 @@ collectives that overlap with compute, which stand in the order in which they ov
 their forward.  Those cut a program into pieces.
 
 What is compiled has a gradient for each of its differentiable outputs, zeros where none came.  So outputs that only the
-model's caller reads, as logits beside a loss, leave it without: should the caller's loss depend on one, the program
+model's caller reads, as logits next to a loss, leave it without: should the caller's loss depend on one, the program
 runs once more, uncompiled, in the backward (`_CallerOutputs`).
 
 Where a forward runs again in backward (``recompute=full``), nobody reads what it puts out (`SavingOnly`).  A program

@@ -60,7 +60,7 @@ class LayerProgram:
     `module` is called ``module(*inputs, *state, context)``: inputs in the strategy's input layouts, parameters, buffers
     and constants in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
     `local` is what it was emitted from.  `rerun` names the nodes that `ActivationPolicy.reruns`.  `unread` are the
-    positions of differentiable outputs beside others that only the model's caller reads, mostly without gradients.
+    positions of differentiable outputs that only the model's caller reads, mostly without gradients.
     """
 
     module: fx.GraphModule

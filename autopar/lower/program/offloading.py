@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.accelerators import pins_memory
+from autopar.host.accelerators import pins_memory
 from autopar.lower.compat import storage_key
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.program.saved_tensors import SavedTensor

@@ -23,8 +23,8 @@ from autopar.placement import Axis
 from autopar.plan import LayerStrategy, Plan
 from autopar.plan.prediction import LayerCost
 from autopar.program import Program, TensorType
-from autopar.quantities import format_seconds
 from autopar.step.prices import CollectiveCall, reshard_calls
+from autopar.user_text.quantities import format_seconds
 
 __all__ = ["CollectiveSeconds", "LoweredProgram"]
 

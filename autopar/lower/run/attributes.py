@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from autopar.attribute_contents import Contents, contents_of, has_contents, has_only_values, is_compared
-from autopar.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 from autopar.errors import ModelError
+from autopar.objects.attribute_contents import Contents, contents_of, has_contents, has_only_values, is_compared
+from autopar.objects.attribute_owners import attribute_owners, attributes_of, is_plain, joined
 
 __all__ = ["THAWED", "Attributes", "Settings", "settings_text"]
 

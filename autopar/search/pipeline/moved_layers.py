@@ -56,14 +56,14 @@ def fastest_of_shapes(results: PipelineResults) -> list[PipelineCandidate]:
 
 def _look_around(results: PipelineResults, pipeline: PipelineCandidate) -> PipelineCandidate | None:
     """Solve the most promising moves of a layer; the fastest of them if it is faster than `pipeline`."""
-    known = {each.cuts for each in results.found if each.candidates is pipeline.candidates}
+    known = {each.cuts for each in results.candidates if each.candidates is pipeline.candidates}
     solved: list[PipelineCandidate] = []
     for cuts in _promising(pipeline, results.best_s):
         if cuts not in known:
             solved.append(_solve(pipeline, cuts, results.schedules))
         if len(solved) == _SOLVED:
             break
-    results.found += [each for each in solved if results.fits(each)]
+    results.candidates += [each for each in solved if results.fits(each)]
     faster = [each for each in solved if results.fits(each) and each.step_s < pipeline.step_s]
     return min(faster, key=lambda each: each.step_s, default=None)
 

@@ -219,7 +219,7 @@ class PipelineResults:
 
     schedules: ScheduleSource
     limit_bytes: float
-    found: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
+    candidates: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
     bounds: list[ShapeBound] = field(default_factory=list[ShapeBound])
     oversized: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
     largest_bytes: float = 0.0
@@ -232,7 +232,7 @@ class PipelineResults:
     @property
     def fitting(self) -> list[PipelineCandidate]:
         """Those that fit on devices and hosts."""
-        return [each for each in self.found if self.fits(each)]
+        return [each for each in self.candidates if self.fits(each)]
 
     def fits(self, pipeline: PipelineCandidate) -> bool:
         """Whether it fits on devices and hosts."""
@@ -246,13 +246,13 @@ class PipelineResults:
     @property
     def smallest(self) -> PipelineCandidate | None:
         """The smallest of those that don't fit."""
-        too_large = (each for each in self.found if each.peak_bytes > self.limit_bytes)
+        too_large = (each for each in self.candidates if each.peak_bytes > self.limit_bytes)
         return min(too_large, key=lambda each: each.peak_bytes, default=None)
 
     @property
     def short_of_host(self) -> PipelineCandidate | None:
         """Of those that fit on devices alone, the one that offloads least."""
-        short = (each for each in self.found if each.peak_bytes <= self.limit_bytes and not each.has_host_room)
+        short = (each for each in self.candidates if each.peak_bytes <= self.limit_bytes and not each.has_host_room)
         return min(short, key=lambda each: each.host_bytes, default=None)
 
     @property
@@ -330,7 +330,7 @@ def search_pipelines(
         _look(_within(guided, larger.limit_bytes), small, demanded_cuts, larger, rival_s)
         if larger.best_s >= rival_s:
             break  # nor is any faster with less of it
-        results.oversized += larger.found
+        results.oversized += larger.candidates
     return best_s
 
 
@@ -353,7 +353,7 @@ def _look(
     for seen, (ways, own) in enumerate(ranked):
         estimated_s = ways[0][0]
         least_s = estimated_s * (1 - _ESTIMATE_ERROR)
-        if results.found and (seen >= _MOST_SHAPES or least_s >= min(best_s, enough_s) < math.inf):
+        if results.candidates and (seen >= _MOST_SHAPES or least_s >= min(best_s, enough_s) < math.inf):
             return min(best_s, estimated_s), is_short
         tried: list[PipelineCuts] = []
         first = left = _nearly_fastest(ways)
@@ -381,7 +381,7 @@ def _solve(
     choices, guides = guided[idle[cuts.shape].split_gain]
     choices.candidates.context.request.check_time()
     pipeline = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
-    results.found.append(pipeline)
+    results.candidates.append(pipeline)
     return pipeline
 
 

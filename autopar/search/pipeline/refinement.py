@@ -53,10 +53,10 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     With `adds_variants`, small ones are also run by variants of their schedules (`PipelineSchedule.variant_of`).
     """
     move_layers(results)
-    for pipeline in sorted(results.found, key=lambda each: each.step_s)[:_REFINED]:
+    for pipeline in sorted(results.candidates, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
-            results.found.append(pipeline.solved_again(pipeline.choices, results.schedules, lean))
+            results.candidates.append(pipeline.solved_again(pipeline.choices, results.schedules, lean))
     _try_equal_layers(results)
     _try_all_candidates(results)
     if adds_variants:
@@ -84,14 +84,14 @@ def _try_equal_layers(results: PipelineResults) -> None:
         for row in itertools.islice(rows, _LEVELS):
             if used[row] < len(places):
                 levelled = pipeline.levelled(kind, row, results.schedules)
-                results.found += [levelled] if results.fits(levelled) else []
+                results.candidates += [levelled] if results.fits(levelled) else []
 
 
 def _try_all_candidates(results: PipelineResults) -> None:
     best = results.best
     if best is not None and best.longest_group <= SHORT_CHAIN:
         choices = best.choices.with_all()
-        results.found += [best.solved_again(choices, results.schedules, lean) for lean in (0.0, *_LEANS)]
+        results.candidates += [best.solved_again(choices, results.schedules, lean) for lean in (0.0, *_LEANS)]
 
 
 def _add_variants(results: PipelineResults) -> None:
@@ -102,13 +102,13 @@ def _add_variants(results: PipelineResults) -> None:
 
 def _try_other_cuts(results: PipelineResults) -> None:
     """Solve the cuts that are fastest on paths that were found."""
-    tried = {each.cuts for each in results.found}
+    tried = {each.cuts for each in results.candidates}
     near = [each for bound in results.bounds for each in _recut(results, bound) if each.cuts not in tried]
     for each in heapq.nsmallest(_SOLVED, near, key=lambda each: each.step_s):
         if each.cuts not in tried:
             tried.add(each.cuts)
             solved = each.solved_again(each.choices, results.schedules, 0.0)
-            results.found += [solved] if results.fits(solved) else []
+            results.candidates += [solved] if results.fits(solved) else []
 
 
 def _recut(results: PipelineResults, bound: ShapeBound) -> Iterator[PipelineCandidate]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-import autopar
 from autopar.data.packed_rows import RowPacking
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import GroupPlan, Plan
 from autopar.planning.call_plans import CallPlanner
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.search import SearchRequest, search
 from autopar.trace import Traced
@@ -73,7 +73,7 @@ def family(
     stages = [text for text in asked.split() if text.startswith(("pipeline=", "cuts=", "schedule=interleaved"))]
     num_stages = int(stages[0].partition("=")[2]) if stages else 1
     example = rows_of(world, TOKENS)
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     schedules = schedule_actions if stages else None
     plan = search(
         traced.program, world, quick_prices(world),
@@ -81,7 +81,7 @@ def family(
     )  # fmt: skip
     groups: list[GroupPlan] = []
     for place, (degree, texts) in enumerate(kinds):
-        row = keep_double_program(autopar.api.trace_model(model, rows_of(1, TOKENS >> place)))
+        row = keep_double_program(trace_model(model, rows_of(1, TOKENS >> place)))
         request = SearchRequest(constraints=quick((*texts.split(), *stages)), schedules=schedules)
         devices = degree * num_stages
         found = quick_search(row.program, devices, request)

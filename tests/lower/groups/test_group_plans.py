@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.coupling import Coupling
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
 from autopar.plan.prediction import GroupRow
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.group_plans import (
     GroupKind,
@@ -37,6 +37,7 @@ from tests.zoo import quick_prices
 TOKENS = 16
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -53,7 +54,7 @@ def test_what_couples_groups_is_priced_as_it_runs(asked: str) -> None:
     model, prices = small_llama(), quick_prices(4)
     if "pipeline=2 zero=0" in asked:
         model.lm_head.weight = model.model.embed_tokens.weight
-    traced = autopar.api.trace_model(model, rows_of_tokens(4, TOKENS))
+    traced = trace_model(model, rows_of_tokens(4, TOKENS))
     request = SearchRequest(constraints=tuple(asked.split()), schedules=schedule_actions)
     plan = search(traced.program, 4, prices, request)
     stages = StageMap(traced.program, plan, 0)
@@ -83,7 +84,7 @@ def test_groups_get_the_memory_that_is_left() -> None:
     model, prices = small_llama(), quick_prices(4)
 
     def trace(rows: int, tokens: int) -> Program:
-        return autopar.api.trace_model(model, rows_of_tokens(rows, tokens)).program
+        return trace_model(model, rows_of_tokens(rows, tokens)).program
 
     program = trace(4, TOKENS)
     request = SearchRequest(constraints=("pipeline=1",))
@@ -111,11 +112,12 @@ def test_groups_get_the_memory_that_is_left() -> None:
                            prices, request).plans  # fmt: skip
 
 
+@pytest.mark.slow
 def test_devices_are_in_several_groups_if_memory_holds_the_parts_of_all() -> None:
     model, prices = small_llama(), quick_prices(4)
 
     def trace(rows: int, tokens: int) -> Program:
-        return autopar.api.trace_model(model, rows_of_tokens(rows, tokens)).program
+        return trace_model(model, rows_of_tokens(rows, tokens)).program
 
     by_degree = [(2, ("tensor=2",)), (1, ())]
     kinds: list[GroupKind] = []
@@ -160,10 +162,10 @@ def test_groups_run_what_a_model_with_a_tail_is_changed_to() -> None:
         return {"input_ids": ids, "labels": ids.roll(1, 1)}
 
     def trace(rows: int, tokens: int) -> Program:
-        return keep_double_program(autopar.api.trace_model(model, example(rows, tokens))).program
+        return keep_double_program(trace_model(model, example(rows, tokens))).program
 
     first = example(4, TOKENS)
-    traced = keep_double_program(autopar.api.trace_model(model, first))
+    traced = keep_double_program(trace_model(model, first))
     request = SearchRequest(constraints=("pipeline=1",))
     program = splittable(traced.program, request, 4)
     assert program.tail

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import autopar
 from autopar.errors import AutoparError, InputShapeError, PlanFormatError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
@@ -20,6 +19,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.groups.group_layout import Group, check_lengths, count_rows, read_groups
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.call_traces import trace_model
 from autopar.planning.group_plans import plan_groups, why_no_groups
 from autopar.program import Program
 from autopar.schedules import find_schedule, rows_schedule
@@ -138,6 +138,7 @@ def four() -> Family:
     return four_ranks()
 
 
+@pytest.mark.slow
 def test_groups_of_four_ranks_train_as_one_device(four: Family) -> None:
     check(four, FOUR)
 
@@ -202,6 +203,7 @@ def test_rounds_of_interleaved_stages_are_filled_up() -> None:
         assert all(list(own) == list(few) for own in more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [
     f"data=2 zero=1 {INTERLEAVED}", pytest.param(f"tensor=2 zero=0 {INTERLEAVED}", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -228,10 +230,10 @@ def test_groups_with_stages_that_were_searched_train_as_one_device(asked: tuple[
     model, prices = small_llama(), quick_prices(8)
 
     def trace(rows: int, tokens: int) -> Program:
-        return keep_double_program(autopar.api.trace_model(model, rows_of_tokens(rows, tokens))).program
+        return keep_double_program(trace_model(model, rows_of_tokens(rows, tokens))).program
 
     example = rows_of_tokens(8, TOKENS)
-    traced = keep_double_program(autopar.api.trace_model(model, example))
+    traced = keep_double_program(trace_model(model, example))
     request = SearchRequest(constraints=asked, schedules=schedule_actions)
     plan = search(traced.program, 8, prices, request)
     assert not why_no_groups(traced.program, plan, request)

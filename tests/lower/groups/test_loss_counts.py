@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import autopar
 from autopar.lower.groups.target_count import loss_count
+from autopar.planning.call_traces import trace_model
 from autopar.planning.group_plans import why_no_groups
 from autopar.program import Program
 from autopar.search import SearchRequest, search
@@ -72,7 +72,7 @@ def call(rows: int = ROWS) -> dict[str, Tensor]:
 
 
 def program_of(loss: Loss, rows: int = ROWS) -> Program:
-    return autopar.api.trace_model(Errors(loss).double(), call(rows)).program
+    return trace_model(Errors(loss).double(), call(rows)).program
 
 
 def why_not(program: Program) -> str:
@@ -80,6 +80,7 @@ def why_not(program: Program) -> str:
     return why_no_groups(program, search(program, 4, quick_prices(4), request), request)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", COUNTED)
 def test_rows_weigh_what_counts_in_them(kind: str) -> None:
     model, whole = Errors(COUNTED[kind]).double(), call()
@@ -98,6 +99,7 @@ def test_rows_weigh_what_counts_in_them(kind: str) -> None:
     assert sum(losses) == pytest.approx(model(**whole).item(), rel=1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_losses_that_do_not_add_up_over_rows_have_no_groups(kind: str) -> None:
     loss, reason = REFUSED[kind]

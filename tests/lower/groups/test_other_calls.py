@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.errors import InputShapeError, LossError, MeshError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.planning.call_traces import trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.group_plans import plan_groups, why_no_groups
 from autopar.program import Program
@@ -64,6 +64,7 @@ def _alone(model: nn.Module, rows: list[dict[str, Tensor]], **shared: Tensor) ->
     return loss.item(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("asked", "has_kinds"),
     [
@@ -80,10 +81,10 @@ def test_optional_inputs_may_be_there_in_some_steps_only(asked: str, has_kinds: 
 
     def trace(rows: int, tokens: int) -> Program:
         call = _call(rows, tokens, has_kinds=has_kinds)
-        return keep_double_program(autopar.api.trace_model(model, call, num_layers=world // 4)).program
+        return keep_double_program(trace_model(model, call, num_layers=world // 4)).program
 
     first = _call(4, TOKENS, has_kinds=has_kinds)
-    traced = keep_double_program(autopar.api.trace_model(model, first, num_layers=world // 4))
+    traced = keep_double_program(trace_model(model, first, num_layers=world // 4))
     request = SearchRequest(constraints=(asked,), schedules=schedule_actions)
     plan = search(traced.program, world, prices, request)
     planned = plan_groups(traced.program, plan, [np.array([TOKENS, 8, 8])], trace, prices, request)
@@ -168,7 +169,7 @@ class _Centered(nn.Module):
 def _why_not(model: nn.Module) -> str:
     ids = torch.ones(4, TOKENS, dtype=torch.int64)
     images = {"images": torch.zeros(6, 6)} if isinstance(model, _Illustrated) else {}
-    program = autopar.api.trace_model(model, {"input_ids": ids, "labels": ids, **images}).program
+    program = trace_model(model, {"input_ids": ids, "labels": ids, **images}).program
     request = SearchRequest()
     return why_no_groups(program, search(program, 4, quick_prices(4), request), request)
 
@@ -189,6 +190,7 @@ IMAGES: dict[str, tuple[_Illustrated, bool]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", IMAGES)
 def test_images_are_of_their_row_if_each_is_computed_by_itself(case: str) -> None:
     model, are_of_rows = IMAGES[case]
@@ -215,10 +217,10 @@ def test_inputs_without_rows_are_those_of_all_groups() -> None:
         return {**_call(rows, tokens, has_kinds=False), "scale": torch.rand(12).double()}
 
     def trace(rows: int, tokens: int) -> Program:
-        return keep_double_program(autopar.api.trace_model(model, call(rows, tokens))).program
+        return keep_double_program(trace_model(model, call(rows, tokens))).program
 
     first = call(4, TOKENS)
-    traced = keep_double_program(autopar.api.trace_model(model, first))
+    traced = keep_double_program(trace_model(model, first))
     request = SearchRequest(constraints=("pipeline=1",))
     plan = search(traced.program, 4, prices, request)
     groups = plan_groups(traced.program, plan, [np.array([TOKENS, 8, 8])], trace, prices, request).plans

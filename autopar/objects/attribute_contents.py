@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.attribute_owners import is_plain, is_record
+from autopar.objects.attribute_owners import is_plain, is_record
 
 __all__ = ["Contents", "contents_of", "current_value", "has_contents", "has_only_values", "is_compared"]
 

@@ -1,0 +1,1 @@
+"""Text that users write and read: JSON files, messages, quantities, progress, standard output."""
