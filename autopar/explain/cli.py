@@ -183,7 +183,7 @@ def _search_again(
     options: argparse.Namespace,
 ) -> list[Any]:  # fmt: skip
     """Other choices, if there is time for them, and the answers of `again`: in this process, or in copies of it that
-    are made now, as much of what they need is known from the search before.
+    are made now, as some of what they need is known from the search before.
     """
     if options.why_seconds > 0:
         return call_in_parallel(partial(force, options.why_seconds), again)
