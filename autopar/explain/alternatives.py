@@ -38,7 +38,8 @@ def _alternative(
 ) -> Alternative:
     """The best plan, or the problem: `late` if it is not found before the deadline (of `time.perf_counter`)."""
     try:
-        return Alternative(name, planner.answer(question, is_alternative=True, deadline=deadline).plan)
+        answer = planner.answer(question, is_alternative=True, seeks_gap=False, deadline=deadline)
+        return Alternative(name, answer.plan)
     except DeadlineError:
         return Alternative(name, problem=late)
     except AutoparError as error:
@@ -52,11 +53,13 @@ def _in_short(error: AutoparError) -> str:
 def what_if(planner: Planner, text: str, question: Question) -> Alternative:
     """The best plan for `question`, which is another one with the change `text`; or why nothing fits.
 
+    It is compared with the first plan alone, so its search need not look at what it can rule out.
+
     Raises:
         AutoparError: the question can't be used.
     """
     try:
-        return Alternative(text, planner.answer(question).plan)
+        return Alternative(text, planner.answer(question, is_alternative=question.lengths is None).plan)
     except InfeasibleError as error:
         return Alternative(text, problem=_in_short(error))
 

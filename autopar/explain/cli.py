@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import QuestionError
-from autopar.explain.alternatives import forced_choices, sweep, sweep_questions, what_if
+from autopar.explain.alternatives import Alternative, forced_choices, sweep, sweep_questions, what_if
 from autopar.explain.arguments import (
     add_question,
     check_writable,
@@ -155,16 +155,19 @@ def _check_all_read(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
     questions = [(text, change(question, text)) for text in options.what_if]  # wrong ones are said at once
-    others: list[Callable[[], Any]] = [partial(what_if, planner, *each) for each in questions]
-    if options.sweep is not None:
-        others.append(partial(sweep, planner, sweep_questions(planner, question, options.sweep, is_weak=options.weak)))
+    values = () if options.sweep is None else sweep_questions(planner, question, options.sweep, is_weak=options.weak)
     planner.program(question)  # once for all
-    answer, *answers = call_in_parallel(partial(planner.answer, question), others)
-    rows = answers.pop() if options.sweep is not None else ()
-    # Here and not in a copy of this process: much of what they need is known from the search before.
-    why_s = options.why_seconds
-    forced = forced_choices(planner, question, answer.plan, why_s) if why_s > 0 else ()
-    findings = Findings(options.target, answer, explain(answer), forced, tuple(answers), (options.sweep or "", rows))
+    others = [partial(what_if, planner, *each) for each in questions if not each[1].is_replan_of(question)]
+    sweeps = [partial(sweep, planner, values)] if values else []
+    answer, *answers = call_in_parallel(partial(planner.answer, question), [*others, *sweeps])
+    rows = answers.pop() if sweeps else ()
+    if not options.json:
+        printer.plan(answer.plan)  # what follows may take several times as long
+    again = [partial(what_if, planner, *each) for each in questions if each[1].is_replan_of(question)]
+    forced, *answers_again = _search_again(partial(forced_choices, planner, question, answer.plan), again, options)
+    what_ifs = {row.change: row for row in (*answers, *answers_again)}
+    in_order = tuple(what_ifs[text] for text, _ in questions)
+    findings = Findings(options.target, answer, explain(answer), forced, in_order, (options.sweep or "", rows))
     if options.json:
         printer.json(describe_findings(findings))
     else:
@@ -173,6 +176,18 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, qu
             printer.line(describe_formulas(answer))
     _write_files(options, findings)
     return 0
+
+
+def _search_again(
+    force: Callable[[float], tuple[Alternative, ...]], again: Sequence[Callable[[], Alternative]],
+    options: argparse.Namespace,
+) -> list[Any]:  # fmt: skip
+    """Other choices, if there is time for them, and the answers of `again`: in this process, or in copies of it that
+    are made now, as some of what they need is known from the search before.
+    """
+    if options.why_seconds > 0:
+        return call_in_parallel(partial(force, options.why_seconds), again)
+    return [(), *(call_in_parallel(again[0], again[1:]) if again else ())]
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:

@@ -54,15 +54,24 @@ class Planner:
     _traced: dict[tuple[object, ...], tuple[Program, float, Expectations]] = field(
         default_factory=dict[tuple[object, ...], tuple[Program, float, Expectations]]
     )
+    _priced: dict[tuple[object, ...], Program] = field(default_factory=dict[tuple[object, ...], Program])
     _models: dict[tuple[int | None, int | None, bool], ModelTarget] = field(
         default_factory=dict[tuple["int | None", "int | None", bool], ModelTarget]
     )
     _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
     _known: KnownLayers = field(default_factory=KnownLayers)
 
-    def answer(self, question: Question, *, is_alternative: bool = False, deadline: float = math.inf) -> Answer:
+    def answer(
+        self,
+        question: Question,
+        *,
+        is_alternative: bool = False,
+        seeks_gap: bool = True,
+        deadline: float = math.inf,
+    ) -> Answer:
         """The fastest plan.  Of an alternative to another one the plan is all: its search looks at less, and nothing is
-        said of other plans, of another precision, of other lengths, or of how far it may be from the best.
+        said of other plans, of another precision or of other lengths; without `seeks_gap` neither of how far it may be
+        from the best.
 
         Raises:
             DeadlineError: the search had not ended at `deadline` (of `time.perf_counter`).
@@ -74,7 +83,8 @@ class Planner:
         request = replace(request_of(setup), known=self._known.for_other_constraints(), deadline=deadline)
         size = question.cluster.world_size
         if is_alternative:
-            return self._answer(question, find_plan(program, size, setup, request, seeks_gap=False), program, setup)
+            plan = find_plan(program, size, setup, request, seeks_gap=seeks_gap)
+            return self._answer(question, plan, program, setup)
         considered: list[ConsideredPlan] = []
         lengths = self._lengths(question, program)
         if lengths is not None:
@@ -116,7 +126,7 @@ class Planner:
         return self._models[question.shapes]
 
     def program(self, question: Question) -> Program:
-        """The target, traced once per shape.
+        """The target, traced once per shape, with what is expected of the data: the same program for equal questions.
 
         Raises:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
@@ -126,7 +136,10 @@ class Planner:
         program, _, seen = self._traced_program(question)
         if question.documents is None and question.lengths is None:
             expected = replace(expected, documents=seen.documents)
-        return expected.priced(program)
+        key = id(program), expected  # traced programs are kept, so no two have one identity
+        if key not in self._priced:
+            self._priced[key] = expected.priced(program)  # once, as searches know layers by identity
+        return self._priced[key]
 
     def _setup(self, question: Question) -> Setup:
         """The arguments of `autopar.plan` that ask the same, without lengths."""

@@ -57,6 +57,12 @@ class Question:
         """What the model has to be traced for: rows, tokens, and whether rows pack documents."""
         return self.batch, self.sequence, self.documents is not None or self.lengths is not None
 
+    def is_replan_of(self, other: Question) -> bool:
+        """Whether it is about the same layers at the same prices: then a search for its plan uses the candidates of
+        layers that a search for the other's has made.
+        """
+        return replace(self, constraints=other.constraints, memory=other.memory) == other
+
     @property
     def expected(self) -> Expectations:
         """What is expected of the data; documents have the lengths of sequences, unless others are named."""

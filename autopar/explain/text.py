@@ -43,9 +43,8 @@ class Printer:
             self._console.width = _PIPED_WIDTH
 
     def findings(self, findings: Findings) -> None:
-        """The plan, why it is so, what else there was, and the answers to what-ifs."""
+        """What there is to say of a plan that was printed: why it is so, what else there was, answers to what-ifs."""
         plan, explanation = findings.answer.plan, findings.explanation
-        self.plan(plan)
         self._title("Why this plan")
         self.line(explanation.binds)
         self.table(share_table(explanation, plan.step_time_s))

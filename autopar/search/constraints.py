@@ -25,7 +25,7 @@ text                               meaning
 ``cuts=3,6``                       the stages but the first begin at layers 3 and 6: numbers, or names of layers
 ``schedule=1f1b``                  the pipeline runs so: one of `autopar.schedules.schedule_names()`
 ``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
-                                   this name; a degree, ``zero``, ``recompute``, ``offload``
+                                   this name; a degree, ``zero``, ``recompute``, ``offload``, ``pieces``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
 ``batch_norm: per_microbatch``     what matches (ops, or all in a module) may use the statistics of each microbatch: not
                                    exact, but microbatches are possible; for batch norm in training
@@ -39,7 +39,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -93,10 +93,13 @@ class ScopedConstraint:
 
 @dataclass(frozen=True)
 class Constraints:
-    """All constraints, read: the global ones by key, and the scoped ones in order."""
+    """All constraints, read: the global ones by key, the scoped ones in order, and how many devices a group has by
+    them (1: unknown).
+    """
 
     settings: tuple[tuple[str, ConstraintValue], ...] = ()
     scoped: tuple[ScopedConstraint, ...] = ()
+    group_size: int = 1
 
     def get(self, key: str) -> ConstraintValue | None:
         """The global value of `key`, or None."""
@@ -113,7 +116,7 @@ class LayerDemands:
     """What constraints demand of one layer.
 
     Args:
-        degrees: (usual name, product of the sizes of the axes that do it).
+        degrees: (usual name, product of the sizes of the axes that do it), those that count most first.
         zero: ZeRO level, or -1 for any.
         recompute: how to recompute, or ``""`` for any.
         offload: what is offloaded: one of ``"activations"`` and ``"none"``, or ``""`` for any.
@@ -160,7 +163,7 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
             raise ConstraintError(f"{settings[key][1]!r} and {text!r} contradict each other: keep one of them")
         else:
             settings[key] = (value, text)
-    constraints = Constraints(tuple((key, value) for key, (value, _) in settings.items()), tuple(scoped))
+    constraints = Constraints(tuple((key, value) for key, (value, _) in settings.items()), tuple(scoped), devices)
     check_degrees(constraints, devices)
     return constraints
 
@@ -254,7 +257,8 @@ def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands
     """What is demanded of each layer of `program`.
 
     Raises:
-        ConstraintError: a pattern matches nothing, or two patterns demand different things of one layer.
+        ConstraintError: a pattern matches nothing, patterns demand different things of one layer, or together more
+            devices for it than there are.
     """
     collector = _DemandCollector(program)
     for key, value in constraints.settings:
@@ -264,6 +268,7 @@ def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands
             _check_per_microbatch(program, scoped)
         else:
             collector.set_matching(scoped)
+    collector.check_own_degrees(constraints.group_size)
     return collector.freeze()
 
 
@@ -309,10 +314,21 @@ class _DemandCollector:
             )
         self.settings[index][scoped.key] = (scoped.value, scoped.text)
 
+    def check_own_degrees(self, num_devices: int) -> None:
+        """Raise `ConstraintError` if the degrees that patterns demand of a layer need more than `num_devices`."""
+        for settings, layer in zip(self.settings, self.program.layers, strict=True):
+            own = {settings[key][1]: int(str(settings[key][0])) for key in _degrees_in(settings) if settings[key][1]}
+            product = math.prod(own.values())
+            if len(own) > 1 and num_devices % product:
+                raise ConstraintError(
+                    f"{' and '.join(map(repr, own))} both match layer {layer.name!r}, which needs a multiple of "
+                    f"{product} devices, but there are {num_devices}: make the patterns disjoint, or use other degrees"
+                )
+
     def freeze(self) -> tuple[LayerDemands, ...]:
         return tuple(
             LayerDemands(
-                degrees=tuple((key, int(str(settings[key][0]))) for key in DEGREES if key in settings),
+                degrees=tuple((key, int(str(settings[key][0]))) for key in _degrees_in(settings)),
                 zero=int(str(settings["zero"][0])) if "zero" in settings else -1,
                 recompute=str(settings["recompute"][0]) if "recompute" in settings else "",
                 offload=str(settings["offload"][0]) if "offload" in settings else "",
@@ -321,6 +337,11 @@ class _DemandCollector:
             )
             for settings, whole in zip(self.settings, self.whole, strict=True)
         )
+
+
+def _degrees_in(settings: Mapping[str, tuple[ConstraintValue, str]]) -> list[str]:
+    """The degrees that are demanded, those of patterns first: where not all can be met, the first ones are."""
+    return sorted((key for key in DEGREES if key in settings), key=lambda key: not settings[key][1])
 
 
 def _check_per_microbatch(program: Program, scoped: ScopedConstraint) -> None:

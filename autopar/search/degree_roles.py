@@ -68,8 +68,11 @@ def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: se
     if not weights:
         return True
     cuts = any(option.operands[position].is_shard for position in weights)
-    if role == "expert" and _can_cut_stacks(program, op):
-        return any(cuts_stack(program, op, option, position) for position in weights)
+    if "expert" in demanded and _can_cut_stacks(program, op):
+        in_stack = any(cuts_stack(program, op, option, position) for position in weights)
+        if in_stack or role == "expert":
+            # Beside the batch, experts on one more axis may be the fastest; that axis would count as `expert`, too.
+            return in_stack and role == "expert"
     if role == "tensor":
         return _cuts_matrices(program, op, option) or not any(_cuts_matrices(program, op, o) for o in op.options)
     return not cuts if role or "tensor" in demanded else True

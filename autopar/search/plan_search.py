@@ -87,7 +87,7 @@ def _search(
     if not request.any_batch:
         check_images(program, layer_demands)
     _check_host(layer_demands, prices, request.training)
-    _check_experts(program, layer_demands, request)
+    _check_experts(program, layer_demands, constraints, request)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     context = SearchContext(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
@@ -192,7 +192,9 @@ def _check_host(demands: Sequence[LayerDemands], prices: Prices, training: Train
         )
 
 
-def _check_experts(program: Program, demands: Sequence[LayerDemands], request: SearchRequest) -> None:
+def _check_experts(
+    program: Program, demands: Sequence[LayerDemands], constraints: Constraints, request: SearchRequest
+) -> None:
     if request.stored:
         return  # other calls may leave the experts out
     demanded = {
@@ -207,10 +209,16 @@ def _check_experts(program: Program, demands: Sequence[LayerDemands], request: S
             f"expert={next(iter(demanded.values()))}: this model has no stack of experts that devices can share. "
             'Experts of Hugging Face\'s models have one after model.set_experts_implementation("grouped_mm")'
         )
+    of_patterns = {each.value for each in constraints.scoped if each.key == "expert"} - {constraints.get("expert")}
     for degree in dict.fromkeys(demanded.values()):
         demanding = [program.layers[index] for index, each in demanded.items() if each == degree]
         with_stacks = [layer for layer in demanding if sizes[layer.kind]]
         counts = {size for layer in with_stacks for size in sizes[layer.kind]}
+        if not counts and degree in of_patterns:
+            where = ", ".join(layer.name for layer in program.layers if sizes[layer.kind])
+            raise ConstraintError(
+                f"expert={degree}: no layer that the pattern matches has experts; those that have some are {where:.200}"
+            )
         if counts and all(size % degree for size in counts):
             num_experts, first = max(counts), with_stacks[0].name
             possible = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)

@@ -99,10 +99,11 @@ class Streams:
             self._end_first(network)
         start_s, left_s = self.now_s, item.seconds
         while left_s > 0 and (busy := self._concurrent(item)):
-            first = min(busy, key=lambda queue: queue.left_s)
-            # Copies to the host take none of a collective's speed.
-            slowing = [queue for queue in busy if queue is network or not item.is_collective]
-            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in slowing))
+            first = busy[-1] if busy[-1].left_s < busy[0].left_s else busy[0]
+            taken = 0.0
+            for queue in busy:  # copies to the host take none of a collective's speed
+                taken += queue.items[0].taken if queue is network or not item.is_collective else 0.0
+            speed = max(0.0, 1.0 - taken)
             done_s = speed * first.left_s  # of this item, until the first of what is under way ends
             if done_s > left_s:
                 self._pass(busy, left_s / speed)
@@ -120,8 +121,9 @@ class Streams:
         return item.is_collective and bool(items) and not runs_concurrently(items[0].links, item.links)
 
     def _concurrent(self, item: Item) -> list[_Queue]:
-        """The queues that go on while the computing stream runs this item."""
-        return [queue for queue in self._busy() if queue is self._host or not self._holds_up(item)]
+        """The queues that go on while the computing stream runs this item; thousands of times in each simulation."""
+        network = [self._network] if self._network.items and not self._holds_up(item) else []
+        return [*network, self._host] if self._host.items else network
 
     def _busy(self) -> list[_Queue]:
         return [queue for queue in (self._network, self._host) if queue.items]

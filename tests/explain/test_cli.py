@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from autopar.explain import parallel_calls
 from autopar.explain.alternatives import Alternative, faster
 from autopar.explain.cli import main
+from autopar.explain.planner import Answer, Planner
+from autopar.explain.question import Question
 from autopar.plan import Plan
 
 TARGET = "tests.explain.targets:make"
@@ -116,6 +119,39 @@ def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
         if seconds is not None
     )
     assert rows["recompute=full"] > found["plan"]["prediction"]["step_time_s"]
+
+
+def test_what_ifs_that_can_use_the_first_search_begin_behind_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "answers"
+    answer = Planner.answer
+
+    def logged(planner: Planner, question: Question, **options: Any) -> Answer:
+        name = f"{question.cluster.num_nodes} {' '.join(question.constraints)}"
+        with log.open("a") as file:  # also from copies of the process
+            file.write(f"begin {name}\n")
+        found = answer(planner, question, **options)
+        with log.open("a") as file:
+            file.write(f"end {name}\n")
+        return found
+
+    monkeypatch.setattr(Planner, "answer", logged)
+    monkeypatch.setattr(parallel_calls, "_spare_cores", lambda: 2)
+    asked = ("--what-if", "zero=3", "--what-if", "nodes=2", "--what-if", "zero=1")
+    found = ask_json(capsys, TARGET, "--cluster", "2xh100", *QUICK, *asked)
+    assert [row["changed"] for row in found["what_if"]] == ["zero=3", "nodes=2", "zero=1"]
+    lines = log.read_text().splitlines()
+    first = "1 pipeline=1"
+    assert lines.index("begin 2 pipeline=1") < lines.index(f"end {first}")
+    assert all(lines.index(f"begin {first} zero={level}") > lines.index(f"end {first}") for level in (1, 3))
+
+
+def test_the_plan_is_printed_before_what_ifs_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([TARGET, "--cluster", "2xh100", *QUICK, "--what-if", "nothing: zero=3"]) == 1
+    out, err = capsys.readouterr()
+    assert "Plan for 2 x H100-80GB" in out
+    assert "'nothing' matches no parameter" in err
 
 
 def test_a_forced_choice_that_is_faster_is_named() -> None:

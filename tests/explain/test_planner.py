@@ -18,3 +18,11 @@ def test_a_demand_for_stages_traces_a_model_again_only_if_it_has_too_few_layers(
     assert all(one is other for one, other in zip(free.layers, enough.layers, strict=True))
     more = planner.program(replace(question, constraints=(f"stages={num_layers + 1}",)))
     assert len(more.layers) == num_layers + 1
+
+
+def test_what_is_expected_of_data_is_priced_once() -> None:
+    planner = Planner("tests.explain.targets:make")
+    question = Question(parse_cluster("8xh100"), imbalance="1.5")
+    program = planner.program(question)
+    assert planner.program(replace(question, constraints=("zero=3",))) is program
+    assert planner.program(replace(question, imbalance=None)) is not program

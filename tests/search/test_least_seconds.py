@@ -12,6 +12,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Decisions
 from autopar.schedules import Shape
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search
+from autopar.search.final_candidates import MemoryFilter, PlanCandidate
 from autopar.search.lagrangian import PathPool
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import idle_of
@@ -119,3 +120,25 @@ def test_equal_layers_are_tried_in_other_orders(monkeypatch: pytest.MonkeyPatch)
         assert selected is not None
         assert selected[0].step_time_s == pytest.approx(min(own_s), rel=1e-9)
     assert num_faster, "orders make no difference here, so this test shows nothing"
+
+
+def test_what_is_clearly_slower_is_not_tried_in_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = ("pipeline=1", "microbatches=2")
+    searched, _ = looked_at(monkeypatch, constraints)
+    # As if overlap might hide everything, so that also slow paths are simulated.
+    paths = replace(searched[-1], least_s=0 * searched[-1].least_s, plans={}, walked_bytes={})
+    looked, seconds = list[tuple[int, int]](), dict[int, float]()
+    may_fit = MemoryFilter.may_fit
+
+    def noted(memory: MemoryFilter, candidate: PlanCandidate) -> bool:
+        looked.append(candidate.number)
+        seconds.setdefault(candidate.number[0], candidate.pricing.step_s)  # of its first order
+        return may_fit(memory, candidate)
+
+    monkeypatch.setattr(MemoryFilter, "may_fit", noted)
+    selected = select_plan([paths], None, math.inf, 0.0, SearchRequest(None, TrainingSpec(), constraints))
+    assert selected is not None
+    slow = {path for path, each in seconds.items() if each > 1.03 * selected[0].step_time_s}
+    assert any(len(paths.orders(path)) > 1 for path in slow), "nothing is clearly slower, so this test shows nothing"
+    assert not slow & {path for path, order in looked if order}
+    assert {order for _, order in looked} > {0}
