@@ -47,6 +47,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, level: Tensor, mask: Tensor) -> Tensor:
+        """``[rows, tokens, width]`` twice, and who sees whom -> ``[rows, tokens, width]``."""
         shift, scale, gate, shift2, scale2, gate2 = self.modulation(level).chunk(6, dim=-1)
         y = self.norm(x) * (1 + scale) + shift
         q, k, v = (z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in self.qkv(y).chunk(3, dim=-1))
@@ -64,6 +65,7 @@ class ClipTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, clip: Tensor, noise: Tensor, level: Tensor, counts: Tensor, position_ids: Tensor) -> Tensor:
+        """``[rows, tokens, ...]`` of each -> the loss."""
         number = (position_ids == 0).cumsum(1)
         mask = (number[:, :, None] == number[:, None, :])[:, None]
         x, condition = self.patches(torch.lerp(clip, noise, level)), functional.silu(self.level(level))
@@ -86,7 +88,7 @@ def captions() -> tuple[nn.Module, dict[str, Tensor], Any]:
                        vocab_size=32000, max_position_embeddings=TOKENS, use_cache=False)  # fmt: skip
     vision = CLIPVisionConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16,
                               image_size=336, patch_size=14)  # fmt: skip
-    model = LlavaForConditionalGeneration(LlavaConfig(text, vision, image_token_id=IMAGE_ID))
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_ID))
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     pixels = torch.zeros(IMAGES, 3, 336, 336, dtype=torch.bfloat16)
     return model, {"input_ids": ids, "labels": ids, "position_ids": ids, "pixel_values": pixels}, CAPTIONS
