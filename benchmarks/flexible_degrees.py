@@ -128,7 +128,7 @@ def found_degrees(name: str) -> Degrees:
     """By the plans that the search finds."""
     rows = [(degree, plan.prediction.row) for degree, plan in _plans(name)]
     return Degrees([
-        GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.step_s, row.microbatch_s) for degree, row in rows
+        GroupCost(degree, row.token_s, row.own_pair_s, row.tokens, row.step_s, row.microbatch_s) for degree, row in rows
     ])  # fmt: skip
 
 

@@ -55,12 +55,12 @@ MOST_TEXT = 392
 def plan_of_context(context: int) -> Plan:
     """LLaMA 7B, `ROWS` sequences of `context` tokens, 64 H100s."""
     config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-                         vocab_size=32000, max_position_embeddings=context)  # fmt: skip
+                         vocab_size=32000, max_position_embeddings=context, use_cache=False)  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
     cluster = autopar.Cluster.of("h100", devices_per_node=8, nodes=8)
-    return autopar.plan(model, cluster, {"input_ids": ids, "labels": ids})
+    return autopar.plan(model, cluster, {"input_ids": ids, "labels": ids, "position_ids": ids})
 
 
 def documents(lengths: Lengths, tokens: int, random: np.random.Generator) -> np.ndarray:

@@ -73,7 +73,7 @@ class Assignment:
     @property
     def step_time_s(self) -> float:
         """Predicted seconds of the step: rows are computed whole, whatever is in them."""
-        return self.fixed_s + self.row_cost.token_s * self.rows * self.row_cost.tokens + self.largest_s
+        return self.fixed_s + self.row_cost.place_s * self.rows * self.row_cost.tokens + self.largest_s
 
     @property
     def imbalance(self) -> float:

@@ -3,7 +3,7 @@
 Batches are drawn at random and distributed over data-parallel ranks as `BatchPlanner` does.  The step time of a batch b
 with the rows of a plan p is
 
-    step_s[p] + microbatch_s[p] * microbatches + token_s[p] * rows * tokens[p] + the largest attention of a rank
+    step_s[p] + microbatch_s[p] * microbatches + place_s[p] * rows * tokens[p] + the largest attention of a rank
 
 and is infinite if a sequence of b is longer than a row of p.  The expected step time of a family is the mean over
 batches of the minimum over its plans; that of a single plan is the mean of its own step times.
@@ -23,21 +23,24 @@ from autopar.plan import Plan
 from autopar.plan.headline import describe_usual
 from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 
-__all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning"]
+__all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning", "sequences_of_step"]
 
 DRAWN = 64  # batches: the mean of what is saved is then known to an eighth of its spread from batch to batch
 _RARE = 0.02  # of batches: rows that no more fit into are not worth a search, which takes seconds to minutes
 _MOST_PLANS = 4  # each takes a trace and a search
 
 
-def draw_batches(lengths: Lengths, tokens: float, count: int = DRAWN) -> list[np.ndarray]:
-    """`count` batches of as many sequences as have so many `tokens` on average: of each ``[sequences]`` lengths.
-
-    Equal arguments give equal batches.
-    """
-    sequences = max(1, round(tokens / lengths.mean))
+def draw_batches(lengths: Lengths, sequences: int, count: int = DRAWN) -> list[np.ndarray]:
+    """`count` batches of so many `sequences`: of each ``[sequences]`` lengths; equal arguments give equal batches."""
     random = np.random.default_rng(0)
     return [lengths.draw(sequences, random) for _ in range(count)]
+
+
+def sequences_of_step(lengths: Lengths, rows: int, tokens: int, *, packs: bool) -> int:
+    """How many sequences a step has whose example has so many `rows` of `tokens`: one in each row, or if they share
+    rows as many as have that many tokens on average.
+    """
+    return max(1, round(rows * tokens / lengths.mean)) if packs else rows
 
 
 def rows_worth_planning(batches: Sequence[np.ndarray], tokens: int) -> tuple[int, ...]:
@@ -58,17 +61,19 @@ def expected_step(
     coupling_s: float = 0.0,
     *,
     nests: bool = False,
+    packs: bool = True,
 ) -> LengthPrediction:
     """What a step takes by the fastest of a `family`, whose first plan holds every sequence, and by `static` alone.
 
     With `groups`, steps in which groups of devices differ are among them; these take `coupling_s` once, and with
-    `nests` devices may be in several groups.
+    `nests` devices may be in several groups.  `packs`: whether sequences share rows.
     """
-    planners = [BatchPlanner(plan) for plan in family]
+    planners = [BatchPlanner(plan, packs=packs) for plan in family]
     own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
     for assignments, batch in zip(own, batches, strict=True):
         devices = planners[0].devices_of_stage
-        assignments.append(assign_groups(groups, coupling_s, devices, batch, nests=nests) if groups else None)
+        mixed = assign_groups(groups, coupling_s, devices, batch, nests=nests, packs=packs) if groups else None
+        assignments.append(mixed)
     times_s = np.array([[np.inf if each is None else each.step_time_s for each in assignments] for assignments in own])
     chosen: np.ndarray = times_s.argmin(axis=1)
     shares = [float((chosen == place).mean()) for place in range(len(family) + 1)]
@@ -76,7 +81,7 @@ def expected_step(
         float(times_s[chosen == place, place].mean()) if shares[place] else 0.0 for place in range(len(family) + 1)
     ]
     fastest = np.array([_parts(own[number][int(chosen[number])]) for number in range(len(batches))])
-    alone = BatchPlanner(static)
+    alone = BatchPlanner(static, packs=packs)
     before = np.array([_parts(alone.assign(batch)) for batch in batches])
     saved_s: np.ndarray = before.sum(axis=1) - fastest.sum(axis=1)
     plans = tuple(
@@ -102,6 +107,7 @@ def expected_step(
         nests,
         sum(1 for assignments, place in zip(own, chosen, strict=True) if _is_nested(assignments[int(place)]))
         / len(batches),
+        packs,
     )
 
 
@@ -122,9 +128,9 @@ def _parts(assignment: Assignment | None) -> list[float]:
     if assignment.unlike:
         return _parts_of_groups(assignment)
     row, ranks = assignment.row_cost, len(assignment.degrees)
-    tokens_s = row.token_s * float(assignment.lengths.sum()) / ranks
+    tokens_s = row.place_s * float(assignment.lengths.sum()) / ranks
     mean_s = float(assignment.work_s.mean())
-    computed_s = row.token_s * assignment.rows * row.tokens
+    computed_s = row.place_s * assignment.rows * row.tokens
     return [tokens_s, computed_s - tokens_s, mean_s, assignment.largest_s - mean_s, assignment.fixed_s]
 
 

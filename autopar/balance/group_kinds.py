@@ -36,11 +36,16 @@ def with_more_lengths(kinds: Sequence[GroupRow]) -> tuple[GroupRow, ...]:
     return tuple(sorted(by_tokens.values(), key=lambda kind: (-kind.degree, -kind.tokens)))
 
 
-def kinds_worth_having(kinds: Sequence[GroupRow], devices: int, batches: Sequence[np.ndarray]) -> tuple[GroupRow, ...]:
-    """Those of `kinds` that steps of `batches` (each ``[n]`` lengths) would use, the first one in any case."""
+def kinds_worth_having(
+    kinds: Sequence[GroupRow], devices: int, batches: Sequence[np.ndarray], *, packs: bool = True
+) -> tuple[GroupRow, ...]:
+    """Those of `kinds` that steps of `batches` (each ``[n]`` lengths) would use, the first one in any case.
+
+    `packs`: whether sequences share rows.
+    """
     spent_s = dict.fromkeys(kinds, 0.0)
     for batch in batches:
-        assignment = assign_groups(kinds, 0.0, devices, batch)
+        assignment = assign_groups(kinds, 0.0, devices, batch, packs=packs)
         if assignment is not None:
             for kind, work_s in zip(assignment.unlike, assignment.work_s, strict=True):
                 spent_s[kind] += kind.degree * float(work_s)

@@ -46,9 +46,9 @@ class BatchPlanner:
         [[2]]
     """
 
-    def __init__(self, plan: Plan | Sequence[Plan], *, packs: bool = True, uses_groups: bool = True) -> None:
-        """`packs`: whether several sequences share a row; else each is padded to a row of its own.  `uses_groups`:
-        whether groups of unlike size may run in one step, if the plan has them.
+    def __init__(self, plan: Plan | Sequence[Plan], *, packs: bool | None = None, uses_groups: bool = True) -> None:
+        """`packs`: whether several sequences share a row; else each is padded to a row of its own; None: as the plan
+        expects.  `uses_groups`: whether groups of unlike size may run in one step, if the plan has them.
 
         Raises:
             LengthError: the plan has no predicted costs of rows; plans of several degrees are for other devices, or
@@ -63,8 +63,8 @@ class BatchPlanner:
                 )
         self.rows = tuple(each.row for each in plans[0].prediction.lengths.plans) or (plans[0].prediction.row,)
         self.longest = max(row.tokens for row in self.rows)
-        self.packs = packs
         lengths = plans[0].prediction.lengths
+        self.packs = lengths.packs if packs is None else packs
         self.groups = lengths.groups if uses_groups else ()
         self.coupling_s, self.nests = lengths.coupling_s, lengths.nests
         self.devices = plans[0].world_size
@@ -120,7 +120,7 @@ class BatchPlanner:
         rows = max(1, math.ceil(int(taken_places(row, tokens, packs=self.packs).sum()) / row.tokens / groups))
         attention_s = row.pair_s * max(float(pairs.sum()) / groups, float(pairs.max(initial=0.0)))
         fixed_s = row.fixed_s(rows, row.at_once(rows, self.limit_bytes))
-        return fixed_s + row.token_s * rows * row.tokens + attention_s
+        return fixed_s + row.place_s * rows * row.tokens + attention_s
 
     def _check_degrees(self, worlds: Sequence[int]) -> None:
         degrees = sorted(cost.degree for cost in self.costs)
@@ -134,4 +134,4 @@ class BatchPlanner:
 def _group_cost(plan: Plan) -> GroupCost:
     row = plan.prediction.row
     degree = plan.world_size // row.ranks
-    return GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.step_s, row.microbatch_s)
+    return GroupCost(degree, row.token_s, row.own_pair_s, row.tokens, row.step_s, row.microbatch_s)

@@ -21,12 +21,12 @@ from autopar.data.image_grids import GridSharing
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
-from autopar.data.sequence_separation import check_separation
 from autopar.data.shares import CollateBatch, CollateShare, RowMaker, SamplesOfShare, Sharing, TakeShare
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
+from autopar.planning.sequence_separation import why_not_packed
 from autopar.search.row_sums import row_pieces
 from autopar.trace import ignored_labels
 
@@ -101,8 +101,7 @@ def balanced(  # noqa: PLR0913  (what a user may say)
         raise LoaderError(
             f"across_steps={across_steps} deals out samples before they are read: pass 1 or more, and length_index="
         )
-    if packs:
-        check_separation(model.program.source)
+    _check_packing(model, packs=packs)
     kinds = _kinds_of_positions(inputs, packs=packs)
     images = _encoder_sharing(EncoderRows(encoder) if isinstance(encoder, str) else encoder, model, inputs, kinds)
     whole: frozenset[str] = frozenset() if packs else _whole_entries(inputs, images)
@@ -138,6 +137,19 @@ def balanced(  # noqa: PLR0913  (what a user may say)
     if not is_stream:
         attributes["batch_sampler"] = sampled(attributes["batch_sampler"], Draws(inputs, sampler), take)
     return made
+
+
+def _check_packing(model: ParallelModule, *, packs: bool) -> None:
+    """Raise LoaderError if sequences of packed rows would attend to each other; warn if the plan expects others."""
+    reason = why_not_packed(model.program.source) if packs else ""
+    if reason:
+        raise LoaderError(reason)
+    expected = model.plan.prediction.lengths
+    if expected.plans and expected.packs != packs:
+        _LOGGER.warning(
+            "the plan's expected step is that of packed rows, but with packs=False each sequence has a row of its own, "
+            "so steps take longer than the plan says. It counts such rows if the example inputs have no position_ids"
+        )
 
 
 def _row_maker(

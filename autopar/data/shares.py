@@ -72,7 +72,7 @@ class Sharing:
             encoder = self.encoder.assign(images, [number for row in in_order for number in row])
             digest = zlib.crc32(digest.to_bytes(4, "little"), encoder.digest)
         row = assignment.row_cost
-        rows_s = row.token_s * assignment.rows * row.tokens  # whatever is in them
+        rows_s = row.place_s * assignment.rows * row.tokens  # whatever is in them
         mean_s = rows_s + assignment.mean_s
         imbalance = (rows_s + assignment.largest_s) / mean_s if mean_s else 1.0
         dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)

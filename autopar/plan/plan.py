@@ -314,7 +314,8 @@ def _lengths(expected: LengthPrediction) -> list[str]:
     gains = [f"{name} {format_seconds(seconds)}" for name, seconds in expected.gains if abs(seconds) > 0.01 * saved_s]
     return [
         f"lengths              {expected.lengths}",
-        f"expected step time   {format_seconds(expected.step_time_s)} with {expected.sequences:,} sequences (mean of "
+        f"expected step time   {format_seconds(expected.step_time_s)} with {expected.sequences:,} sequences"
+        f"{'' if expected.packs else ', each sequence in a row of its own'} (mean of "
         f"{expected.batches} drawn batches); the best plan for all of them "
         f"{format_seconds(expected.static_s)}: {expected.static_s / expected.step_time_s:.3f}x as long, "
         f"+- {error_s / expected.step_time_s:.3f}",

@@ -106,9 +106,10 @@ class RowCost:
     """The cost of compute as a function of the lengths of sequences.
 
     A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: everything but
-    attention is linear in n, and so is a part of attention.  It spends ``microbatch_s`` for each microbatch, and
-    ``step_s`` once a step.  With pipeline stages the first two are means over stages, and everything else, including
-    the bubble, is in ``step_s``.
+    attention is linear in n, and so is a part of attention.  It spends ``row_pair_s * tokens**2`` on each row in
+    attention of all places of the row to each other, ``microbatch_s`` for each microbatch, and ``step_s`` once a step.
+    With pipeline stages the first three are means over stages, and everything else, including the bubble, is in
+    ``step_s``.
 
     Args:
         ranks: how many data-parallel ranks the rows of a batch are split over in attention
@@ -116,13 +117,15 @@ class RowCost:
         rows: of a rank in one microbatch.
         tokens: of a row: dim 1 of the first input that has one; 0: no input has.
         token_s: seconds per token.
-        pair_s: seconds per pair of tokens of one sequence; a row that is one sequence has ``tokens**2`` pairs.
+        pair_s: seconds per pair of tokens of one sequence, in attention that skips pairs of different sequences; a row
+            that is one sequence has ``tokens**2`` pairs.
         step_s: seconds of a step that don't depend on its sequences: gathering, reducing and updating parameters.
         microbatch_s: seconds of a microbatch that don't depend on its sequences: gathering parameters and reducing
             gradients, as far as each microbatch does.
         microbatches: the number of microbatches of the plan.
         fixed_bytes: the part of a device's peak memory that doesn't depend on the rows of a microbatch.
         row_bytes: the bytes by which each row of a microbatch increases that peak.
+        row_pair_s: seconds per pair of places of a row, in attention that skips none, whatever its mask says.
     """
 
     ranks: int = 1
@@ -135,6 +138,17 @@ class RowCost:
     microbatches: int = 1
     fixed_bytes: float = 0.0
     row_bytes: float = 0.0
+    row_pair_s: float = 0.0
+
+    @property
+    def place_s(self) -> float:
+        """Seconds per place of a row, with or without a token: all but ``pair_s``."""
+        return self.token_s + self.row_pair_s * self.tokens
+
+    @property
+    def own_pair_s(self) -> float:
+        """Seconds per pair of tokens of a sequence that has a row of just its length."""
+        return self.pair_s + self.row_pair_s
 
     def at_once(self, rows: int, limit_bytes: float) -> int:
         """How many of a rank's `rows` rows are in one microbatch, if a device may use `limit_bytes`.
@@ -213,6 +227,7 @@ class LengthPrediction:
         group_step_s: the mean time of these steps, in seconds.
         nests: whether a device may be in several groups of a step, one after the other.
         nested_share: the share of steps in which some device is.
+        packs: whether sequences share rows; else each has a row of its own.
     """
 
     lengths: str = ""
@@ -230,6 +245,7 @@ class LengthPrediction:
     static: RowCost = RowCost()
     nests: bool = False
     nested_share: float = 0.0
+    packs: bool = True
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from autopar.placement import BROADCAST, Axis, Layout, local_shape, refine_mesh,
 from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
 from autopar.plan.prediction import GroupRow, Prediction
+from autopar.planning.sequence_separation import why_not_packed
 from autopar.planning.splitting import variant_like
 from autopar.program import Layer, Program
 from autopar.schedules import rows_schedule
@@ -164,7 +165,8 @@ def plan_groups(
     if not searched:
         return PlannedGroups()
     known = {kind.row: kind for kind in searched}
-    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches)
+    packs = not why_not_packed(program)
+    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.group_size, batches, packs=packs)
     tried = [known[row] if row in known else planner.cut(row, searched) for row in chosen]
     made = [kind for kind in tried if kind is not None]
     if len(made) < 2:
@@ -340,7 +342,7 @@ class _GroupPlanner:
         kept_bytes = _kept_bytes(self.program, self.plan, self.request)
         if plan.stages:
             return self._staged_row(one, plan, prices, kept_bytes)
-        row_s = cost.token_s * cost.tokens + _adding_s(one, plan, self.prices, self.group_request.training)
+        row_s = cost.place_s * cost.tokens + _adding_s(one, plan, self.prices, self.group_request.training)
         peak_bytes = kept_bytes + plan.peak_memory_bytes
         return GroupRow(plan.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
 
@@ -356,7 +358,7 @@ class _GroupPlanner:
         return GroupRow(
             plan.group_size,
             short.row.tokens,
-            ratio * short.row.token_s * short.row.tokens,
+            ratio * short.row.place_s * short.row.tokens,
             ratio * short.row.pair_s,
             describe_usual(replace(plan.decisions, stages=(), schedule="")),
             kept_bytes + long.peak_memory_bytes,

@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 
 from autopar.balance import Clip, Lengths
-from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
+from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning, sequences_of_step
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, LengthError, TraceError
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
@@ -33,6 +33,7 @@ from autopar.planning.call_plans import stored_as
 from autopar.planning.call_traces import ExampleInputs, example_call, on_meta, shape_of, trace_model
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_pieces, with_rows
+from autopar.planning.sequence_separation import why_not_packed
 from autopar.planning.setup import Setup
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
@@ -138,26 +139,26 @@ class FamilyPlanner:
         given = single
         single = replace(self._timed(single, as_decided(program, single.decisions)), other_calls=())
         room = single.prediction.row.tokens
-        tokens = program.batch_size * room
-        batches = draw_batches(self.lengths, tokens)
+        rows, packs = program.batch_size, not why_not_packed(program)
+        batches = draw_batches(self.lengths, sequences_of_step(self.lengths, rows, room, packs=packs))
         sizes = rows_worth_planning(batches, room)
         notes: list[str] = []
         with phase(f"planning for rows of {', '.join(f'{size:,}' for size in sizes)} tokens"):
             programs = [program]
             for size in sizes[1:]:
                 try:
-                    programs.append(self.trace(tokens // size, size))
+                    programs.append(self.trace(rows * room // size if packs else rows, size))
                 except (ExampleInputsError, TraceError) as error:  # such as a model of one length
                     notes.append(f"no plan for rows of {size:,} tokens or fewer: {error}")
                     break
             families = [[single], self._around(0, single, programs)]
-            usual = self._expected(families[-1], single, batches)
+            usual = self._expected(families[-1], single, batches, packs=packs)
             often = max(range(1, len(usual.plans)), key=lambda place: usual.plans[place].share, default=0)
             if often:
                 base = programs[sizes.index(usual.plans[often].row.tokens)]
                 with suppress(InfeasibleError, ConstraintError):
                     families.append(self._around(programs.index(base), self._best(base), programs))
-        expected = [self._expected(family, single, batches) for family in families if family]
+        expected = [self._expected(family, single, batches, packs=packs) for family in families if family]
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
         groups = PlannedGroups()
@@ -168,8 +169,9 @@ class FamilyPlanner:
         else:
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
             with_groups = expected_step(
-                [first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s, nests=groups.nests
-            )
+                [first, *others], single, self.lengths, batches, groups.rows, groups.coupling_s, nests=groups.nests,
+                packs=packs,
+            )  # fmt: skip
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
             else:
@@ -184,8 +186,10 @@ class FamilyPlanner:
             planning_s=(*single.planning_s, ("lengths", time.perf_counter() - started_s)),
         )
 
-    def _expected(self, family: Sequence[Plan], base: Plan, batches: Sequence[np.ndarray]) -> LengthPrediction:
-        return expected_step(family, base, self.lengths, batches)
+    def _expected(
+        self, family: Sequence[Plan], base: Plan, batches: Sequence[np.ndarray], *, packs: bool
+    ) -> LengthPrediction:
+        return expected_step(family, base, self.lengths, batches, packs=packs)
 
     def _around(self, place: int, base: Plan, programs: Sequence[Program]) -> list[Plan]:
         """Plans for all that can share the storage of `base`, which is for number `place`; none without the first."""

@@ -2,7 +2,8 @@
 
 Attention to a sequence of n tokens takes ``a * n + b * n**2``: kernels reach less of their rate on short sequences, and
 read and write each token once.  Where sequences are documents of a row, both numbers are those of the plan's own prices
-at two lengths, at which layers are timed; elsewhere a row is one sequence, and its attention counts as pairs alone.
+at two lengths, at which layers are timed.  Elsewhere a kernel computes all pairs of places of a row, whatever its mask
+says, so that attention depends on the length of the row alone.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ __all__ = ["row_cost"]
 
 
 class _Attention(NamedTuple):
-    """Seconds of a step in attention, the part that is linear in tokens, and the rest for each token of a sequence."""
+    """Seconds of a step in attention; of that by documents the part that is linear in tokens, and the rest for each
+    token of a document; and all of other attention.
+    """
 
     total_s: float = 0.0
     linear_s: float = 0.0
     length_s: float = 0.0
+    row_s: float = 0.0
 
 
 def row_cost(
@@ -54,7 +58,7 @@ def row_cost(
         return RowCost(ranks)
     groups = decisions.num_groups
     parts = layers.find("attention", lambda placed: _attention(placed, tokens, prices, training))
-    total_s, attention_linear_s, length_s = (sum(part) / groups for part in zip(*parts, strict=True))
+    total_s, attention_linear_s, length_s, attention_row_s = (sum(part) / groups for part in zip(*parts, strict=True))
     row_s = sum(
         cost.forward_s + cost.backward_s + cost.recompute_s + cost.offload_s + cost.activation_comm_s for cost in costs
     ) / groups  # fmt: skip
@@ -76,24 +80,25 @@ def row_cost(
         decisions.num_microbatches,
         fixed_bytes,
         (peak_bytes - fixed_bytes) / at_once,
+        attention_row_s / (rows * tokens**2),
     )
 
 
 def _attention(placed: PlacedLayer, row: int, prices: Prices, training: TrainingSpec) -> _Attention:
     """That of a layer, in rows of so many tokens."""
-    total_s = linear_s = length_s = 0.0
+    total_s = linear_s = length_s = row_s = 0.0
     runs = computing_seconds(placed, prices, training)
     for op, state, (_, seconds) in zip(placed.layer.ops, placed.states, runs, strict=True):
         if not family_of(op.target).is_attention:
             continue
-        own_s, length = 0.0, row
-        if op.target == DOCUMENTS:
-            length = document_length(op, row)
-            own_s = seconds * _linear_share(placed, op, state, row, prices, training)
         total_s += seconds
+        if op.target != DOCUMENTS:
+            row_s += seconds
+            continue
+        own_s = seconds * _linear_share(placed, op, state, row, prices, training)
         linear_s += own_s
-        length_s += (seconds - own_s) / length
-    return _Attention(total_s, linear_s, length_s)
+        length_s += (seconds - own_s) / document_length(op, row)
+    return _Attention(total_s, linear_s, length_s, row_s)
 
 
 def _linear_share(

@@ -70,10 +70,12 @@ def drop_identities(graph: Graph) -> Graph:
     """Take away ops that give back their operand: slices of everything, casts to the same dtype, cat of one
     tensor ...
 
-    A cat with empty pieces (a key/value cache before its first token) loses the pieces first, and what takes a tensor
-    back to the shape that it had reads that one.
+    A cat with empty pieces (a key/value cache before its first token) loses the pieces first, what puts the pieces of a
+    tensor together again reads that one, and so does what takes a tensor back to the shape that it had.
     """
     graph = graph.rewrite(lambda op: _without_empty_pieces(op, graph))
+    cut_by = graph.producers
+    graph = graph.rewrite(lambda op: _without_cuts(op, graph, cut_by))
     producers = graph.producers
     graph = graph.rewrite(lambda op: _without_round_trip(op, graph, producers))
     return bypass(graph, {op.name for op in graph.ops if len(op.results) == 1 and _is_identity(op, graph)})
@@ -88,6 +90,27 @@ def _without_empty_pieces(op: Op, graph: Graph) -> Iterable[Op] | None:
 
 
 _TRANSPOSE = "aten.transpose.int"
+_CUTS = {  # the place of the dim among arguments
+    "aten.unbind.int": 1, "aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chunk.default": 2,
+}  # fmt: skip
+
+
+def _without_cuts(op: Op, graph: Graph, producers: Mapping[str, Op]) -> Iterable[Op] | None:
+    """A cat of all pieces of a tensor, in order and along the dim that was cut, as LLaVA has it of the features of
+    images: with it, as many values as there are images are gone.
+    """
+    cut = producers.get(op.operands[0]) if op.target == "aten.cat.default" else None
+    if cut is None or cut.target not in _CUTS or cut.results != op.operands:
+        return None
+    source, made = graph.types[cut.operands[0]], graph.types[op.results[0]]
+    dim, joined = argument(cut, _CUTS[cut.target], "dim", 0), argument(op, 1, "dim", 0)
+    assert isinstance(dim, int)
+    assert isinstance(joined, int)
+    if dim % len(source.shape) != joined % len(made.shape):
+        return None
+    return [replace(op, target=_REGROUPINGS[0], args=(Ref(cut.operands[0]), made.shape), kwargs=())]
+
+
 _REGROUPINGS = (
     "aten.reshape.default", "aten.view.default", "aten.squeeze.dim", "aten.unsqueeze.default",
 )  # fmt: skip

@@ -8,12 +8,13 @@ import torch
 
 import autopar
 from autopar.balance import BatchPlanner, Lengths
-from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
+from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning, sequences_of_step
 from autopar.cluster import Cluster
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.plan.prediction import RowCost
+from autopar.plan.prediction import LengthPrediction, RowCost
 from tests.balance.assignments import plan_of
+from tests.data.test_balanced_models import Classes
 from tests.models import make_llama, make_plain_gpt
 
 LONG = RowCost(ranks=2, rows=1, tokens=64, token_s=1.0, pair_s=0.01, step_s=5.0)
@@ -22,10 +23,11 @@ SHORT = RowCost(ranks=4, rows=1, tokens=32, token_s=1.8, pair_s=0.018, step_s=5.
 
 def test_batches_have_as_many_tokens_as_asked_for_on_average() -> None:
     lengths = Lengths.lognormal(mean=20, sigma=1.0, most=64)
-    batches = draw_batches(lengths, 1000, count=500)
+    sequences = sequences_of_step(lengths, 10, 100, packs=True)
+    batches = draw_batches(lengths, sequences, count=500)
     assert len({len(batch) for batch in batches}) == 1
     assert np.mean([batch.sum() for batch in batches]) == pytest.approx(1000, rel=0.05)
-    assert all((a == b).all() for a, b in zip(batches, draw_batches(lengths, 1000, count=500), strict=True))
+    assert all((a == b).all() for a, b in zip(batches, draw_batches(lengths, sequences, count=500), strict=True))
 
 
 def test_rows_are_halved_as_long_as_batches_fit() -> None:
@@ -37,7 +39,7 @@ def test_rows_are_halved_as_long_as_batches_fit() -> None:
 
 def test_each_batch_takes_the_fastest_of_a_family() -> None:
     lengths = Lengths.histogram({8: 0.97, 48: 0.03})
-    batches = draw_batches(lengths, 100)
+    batches = draw_batches(lengths, 11)
     family = [plan_of(LONG, 4), plan_of(SHORT, 4)]
     found = expected_step(family, family[0], lengths, batches)
     times = [[BatchPlanner(plan).assign(batch).step_time_s if batch.max() <= plan.prediction.row.tokens else np.inf
@@ -81,3 +83,27 @@ def test_a_plan_for_a_distribution_is_a_family_over_one_storage() -> None:
     of_one = autopar.plan(fixed, cluster, inputs, lengths={2: 1}, compile=False, constraints="data=2")
     assert len(of_one.prediction.lengths.plans) == 1
     assert any("no plan for rows of 8 tokens" in note for note in of_one.notes)
+
+
+def test_padded_rows_are_expected_as_they_are_assigned() -> None:
+    model, rows = Classes(is_amount=False), 4
+    form = {"patches": torch.zeros(rows, 16, 6), "kind": torch.zeros(rows, dtype=torch.int64)}
+    example = form | {"attention_mask": torch.ones(rows, 16, dtype=torch.int64)}
+    cluster = Cluster.of("h100", devices_per_node=2)
+    lengths = Lengths.histogram({4: 0.95, 16: 0.05})
+    plan = autopar.plan(model, cluster, example, lengths=lengths, compile=False, constraints="data=2")
+    expected = plan.prediction.lengths
+    assert not expected.packs
+    assert expected.sequences == rows  # each has a row of its own, however short
+    batches = draw_batches(lengths, rows)
+    for planner in (BatchPlanner(plan), BatchPlanner(plan, packs=False)):
+        times = [planner.assign(batch).step_time_s for batch in batches]
+        assert np.mean(times) == pytest.approx(expected.step_time_s, rel=1e-12)
+    # Rows half as long are as many, and attention of all places of a row takes as long whatever is in it.
+    assert [each.row.tokens for each in expected.plans] == [16, 8, 4]
+    assert [each.row.ranks * each.row.rows for each in expected.plans] == [rows] * 3
+    static = replace(plan, prediction=replace(plan.prediction, lengths=LengthPrediction()))
+    full = BatchPlanner(static, packs=False).assign([16] * rows)
+    assert BatchPlanner(static, packs=False).assign([1] * rows).step_time_s == pytest.approx(full.step_time_s)
+    assert full.step_time_s == pytest.approx(plan.step_time_s, rel=1e-6)
+    assert "each sequence in a row of its own" in str(plan)

@@ -175,3 +175,52 @@ def test_groups_are_taken_where_they_are_faster() -> None:
     assert (found.group_share, found.group_step_s) == (0.5, pytest.approx(mixed.step_time_s))
     assert found.step_time_s == pytest.approx((mixed.step_time_s + long.step_time_s) / 2)
     assert sum(dict(found.gains).values()) == pytest.approx(found.static_s - found.step_time_s)
+
+
+def random_lengths(random: np.random.Generator, longest: int) -> np.ndarray:
+    """None, one, all equal, one of the longest among the shortest, or any up to some length."""
+    count = int(random.integers(1, 30))
+    mixes = (
+        np.zeros(0, np.int64), np.array([longest]), np.full(count, random.integers(1, longest + 1)),
+        np.array([longest, *[1] * count]), random.integers(1, 1 + random.choice([2, longest // 2, longest]), count),
+    )  # fmt: skip
+    return mixes[random.choice(len(mixes), p=[0.02, 0.08, 0.2, 0.2, 0.5])]
+
+
+def test_a_thousand_batches_are_assigned_once_and_within_memory() -> None:
+    random = np.random.default_rng(5)
+    ran: set[str] = set()
+    for number in range(1000):
+        world, packs = int(random.choice([2, 4, 8])), bool(random.integers(2))
+        rows = [
+            RowCost(world // 2, 2, 64, 0.3, 0.01, 1.0, 0.5, int(random.integers(1, 3)), 10.0, 4.0),
+            RowCost(world, 2, 32, 0.3, 0.02, 1.0, 0.5, int(random.integers(1, 3)), 10.0, 2.0),
+        ]
+        kinds = tuple(kind for kind in KINDS if kind.degree < world) if world > 2 else ()
+        kinds = (replace(kinds[0], tokens=64), *kinds[1:]) if kinds else ()
+        family = LengthPrediction(
+            plans=tuple(map(LengthPlan, rows)), groups=kinds, coupling_s=3.0, nests=number % 2 > 0
+        )
+        plan = plan_of(rows[0], world)
+        plan = replace(plan, memory_limit_bytes=30.0, prediction=replace(plan.prediction, lengths=family))
+        planner, lengths = BatchPlanner(plan, packs=packs), random_lengths(random, 64)
+        found = planner.assign(lengths)
+        assert str(planner.assign(lengths.tolist()).group) == str(found.group)
+        rows_of = [found.rows_of(group) for group in range(len(found.degrees))]
+        assert sorted(itertools.chain(*itertools.chain(*rows_of))) == list(range(len(lengths)))
+        for group, own in enumerate(rows_of):
+            room = found.unlike[group].tokens if found.unlike else found.row_cost.tokens
+            assert all(sum(lengths[index] for index in row) <= room for row in own)
+            assert packs or all(len(row) <= 1 for row in own)
+        members = [[rank for rank in range(world) if group in found.groups_of(rank)] for group in range(len(rows_of))]
+        assert [len(own) for own in members] == found.degrees.tolist()
+        # All ranks of a group have computed the same rows before, so that none waits for another in any order.
+        for group, own in enumerate(members):
+            assert len({tuple(each for each in found.groups_of(rank) if each < group) for rank in own}) == 1
+        if not found.unlike:  # rows of a group come one at a time
+            cost = found.row_cost
+            at_once_bytes = cost.fixed_bytes + found.at_once * cost.row_bytes
+            assert found.rows % found.at_once == 0
+            assert found.at_once <= cost.rows or at_once_bytes <= planner.limit_bytes
+        ran.add("overlapping" if found.starts else "groups" if found.unlike else str(found.row_cost.tokens))
+    assert ran == {"overlapping", "groups", "64", "32"}

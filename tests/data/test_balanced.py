@@ -330,7 +330,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: 
     row = plan.prediction.row
     assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
     # An example's step is predicted to take what its rows and the rest do.
-    row_s = row.tokens * row.token_s + row.tokens**2 * row.pair_s
+    row_s = row.tokens * row.place_s + row.tokens**2 * row.pair_s
     assert row_s + row.fixed_s(1, 1) == pytest.approx(plan.step_time_s)
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)

@@ -90,3 +90,5 @@ def test_groups_that_are_not_used_are_named(caplog: pytest.LogCaptureFixture) ->
         caplog.clear()
         simulate(1, lambda talk, arguments=arguments: load(talk, arguments))
         assert sum("all devices run one plan in every step" in text for text in caplog.messages) == num_warnings
+        is_padded = arguments.get("packs") is False  # where the plan expects packed rows
+        assert sum("each sequence has a row of its own" in text for text in caplog.messages) == is_padded

@@ -114,8 +114,10 @@ def train_alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_balanced_batches_of_groups_with_stages_train_as_one_device(tmp_path: Path) -> None:
-    found = family(Decoder().double(), 4, [(1, ""), (1, "")], "pipeline=2 schedule=1f1b data=2 zero=1")
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "cuts=1,2,3 schedule=interleaved_1f1b"])
+def test_balanced_batches_of_groups_with_stages_train_as_one_device(schedule: str, tmp_path: Path) -> None:
+    found = family(Decoder().double(), 4, [(1, ""), (1, "")], f"pipeline=2 {schedule} data=2 zero=1")
+    assert len(found.plan.stages) == (4 if "cuts" in schedule else 2)
     # So few ranks have no groups by themselves, and prices of so small a model wouldn't choose them.
     groups = (GroupRow(1, 16, 1.0, 1e-3), GroupRow(1, 8, 0.5, 1e-3))
     row = replace(found.plan.prediction.row, token_s=0.1)

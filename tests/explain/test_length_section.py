@@ -20,7 +20,7 @@ def test_it_has_what_the_plan_expects(tmp_path: Any) -> None:
     path.write_text("\n".join(["4"] * 90 + ["9"] * 8 + ["16"] * 2))
     lengths = Lengths.read(path)
     long, short = (plan_of(RowCost(*sizes, token_s=1.0, pair_s=0.1, step_s=2.0)) for sizes in ((2, 2, 16), (4, 2, 8)))
-    expected = expected_step([long, short], long, lengths, draw_batches(lengths, 40))
+    expected = expected_step([long, short], long, lengths, draw_batches(lengths, 9))
     plan = replace(long, prediction=replace(long.prediction, lengths=expected))
     answer: Any = SimpleNamespace(plan=plan, question=SimpleNamespace(lengths=str(path)))
     (section,) = length_sections(answer)

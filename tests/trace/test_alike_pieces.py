@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,5 +54,42 @@ def test_pieces_that_repeat_are_a_batch(sizes: tuple[int, ...], swaps: bool, rea
     traced = trace(model, (x,), {})
     targets = [op.target for layer in traced.program.layers for op in layer.ops]
     assert targets.count(ATTENTION) == num_attention
+    (found,), _ = interpret(traced, model, [x])
+    torch.testing.assert_close(found, model(x))
+
+
+REJOINED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "unbind": (lambda x: torch.cat(x.unbind()), True),
+    "unbind inside": (lambda x: torch.cat(x.unbind(1), -1), True),
+    "unbind inside, along another dim": (lambda x: torch.cat(x.unbind(1), -2), False),
+    "split": (lambda x: torch.cat(x.split([1, 2])), True),
+    "even split": (lambda x: torch.cat(x.split(2, dim=-1), 2), True),
+    "chunk": (lambda x: torch.cat(x.chunk(3)), True),
+    "reversed": (lambda x: torch.cat(x.unbind()[::-1]), False),
+    "some": (lambda x: torch.cat(x.unbind()[:2]), False),
+    "more": (lambda x: torch.cat([*x.unbind(), x[0]]), False),
+    "along another dim": (lambda x: torch.cat(x.unbind(), 1), False),
+    "split along another dim": (lambda x: torch.cat(x.split([1, 1, 1]), 1), False),
+}
+
+
+class Rejoined(nn.Module):
+    def __init__(self, regroup: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.regroup = nn.Linear(6, 6), regroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.regroup(self.linear(x))
+        return (made * torch.arange(made.numel()).view_as(made)).square().sum()
+
+
+@pytest.mark.parametrize("case", REJOINED)
+def test_pieces_that_are_put_together_again_are_no_pieces(case: str) -> None:
+    regroup, is_gone = REJOINED[case]
+    torch.manual_seed(0)
+    model, x = Rejoined(regroup), torch.randn(3, 4, 6)
+    traced = trace(model, (x,), {})
+    targets = {op.target for layer in traced.program.layers for op in layer.ops}
+    assert ("aten.cat.default" not in targets) == is_gone
     (found,), _ = interpret(traced, model, [x])
     torch.testing.assert_close(found, model(x))

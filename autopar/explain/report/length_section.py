@@ -56,7 +56,7 @@ def length_sections(answer: Answer) -> Iterator[Section]:
 def _usual_and_worst(plan: Plan, lengths: Lengths) -> list[tuple[str, Assignment]]:
     planner = BatchPlanner(plan)
     expected = plan.prediction.lengths
-    drawn = draw_batches(lengths, expected.sequences * lengths.mean, expected.batches)
+    drawn = draw_batches(lengths, expected.sequences, expected.batches)
     ordered = sorted((planner.assign(batch) for batch in drawn), key=lambda each: each.step_time_s)
     return [("usual", ordered[len(ordered) // 2]), ("worst", ordered[-1])]
 
@@ -80,7 +80,7 @@ def _batch_figure(name: str, assignment: Assignment) -> Figure:
     """Milliseconds of each rank by what they are spent on."""
     row = assignment.row_cost
     order = np.argsort(-assignment.work_s, kind="stable")[:_MOST_RANKS]
-    rows_s = row.token_s * assignment.rows * row.tokens
+    rows_s = row.place_s * assignment.rows * row.tokens
     parts = [("tokens and places without one", [rows_s] * len(order)), ("attention", assignment.work_s[order].tolist())]
     if assignment.unlike:
         parts = [("sequences", assignment.work_s[order].tolist())]

@@ -108,3 +108,29 @@ def test_losses_that_do_not_add_up_over_rows_have_no_groups(kind: str) -> None:
 
 def test_one_row_does_not_show_what_adds_up() -> None:
     assert "pass one with several" in why_not(program_of(COUNTED["a mask"], 1))
+
+
+OF_CLASSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "smoothed": (lambda y, t: functional.cross_entropy(y, t, label_smoothing=0.1), True),
+    "weights of classes": (lambda y, t: functional.cross_entropy(y, t, weight=torch.linspace(1, 2, 8).to(y)), False),
+    "a sum": (lambda y, t: functional.cross_entropy(y, t, reduction="sum"), False),
+    "a mean of all places": (lambda y, t: functional.cross_entropy(y, t, reduction="none").mean(), False),
+    "two means": (lambda y, t: functional.cross_entropy(y, t) + functional.cross_entropy(2 * y, t), False),
+}
+
+
+class Classes(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(WIDTH, 8), OF_CLASSES[kind][0]
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES)
+def test_cross_entropies_that_are_no_mean_over_targets_have_no_groups(kind: str) -> None:
+    labels = torch.randint(0, 8, (ROWS, TOKENS))
+    inputs = {"x": torch.randn(ROWS, TOKENS, WIDTH).double(), "labels": labels}
+    reason = why_not(trace_model(Classes(kind).double(), inputs).program)
+    assert (not reason) if OF_CLASSES[kind][1] else ("is not divided by what inputs count" in reason)
