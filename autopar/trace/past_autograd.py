@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
 from autopar.objects.tensor_questions import QUESTIONS
@@ -58,7 +57,7 @@ class PastAutograd(TorchFunctionMode):
             return func(*args, **given)
         reads_past = func == _READ or func in _DETACH
         if reads_past or self._written or not torch.is_grad_enabled():
-            self._note_reads([x for x in tree_leaves((args, given)) if isinstance(x, Tensor)])
+            self._note_reads([x for x in torch_internals.flatten((args, given))[0] if isinstance(x, Tensor)])
         if func == _READ:
             return args[0].detach()
         if func == _WRITE:
@@ -70,7 +69,7 @@ class PastAutograd(TorchFunctionMode):
 
     def _note_reads(self, tensors: Sequence[Tensor]) -> None:
         for x in tensors:
-            if x.grad_fn is None:
+            if x.grad_fn is None or not torch_internals.has_storage(x):
                 continue
             memory = torch_internals.storage_key(x)
             self._bases[memory] = x
@@ -82,7 +81,9 @@ class PastAutograd(TorchFunctionMode):
                 )
 
     def _note_write(self, x: Any, *, past: bool) -> None:
-        if isinstance(x, Tensor) and (past or not x.requires_grad or not torch.is_grad_enabled()):
+        if not isinstance(x, Tensor) or not torch_internals.has_storage(x):
+            return
+        if past or not x.requires_grad or not torch.is_grad_enabled():
             memory = torch_internals.storage_key(x)
             if memory in self._bases:
                 self._written[memory] = user_line()

@@ -51,6 +51,7 @@ __all__ = [
     "flatten_one_level",
     "gradient_engine",
     "has_known_values",
+    "has_storage",
     "intercept_autograd_functions",
     "intercept_batch_norms",
     "intercept_gradients",
@@ -198,6 +199,11 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """The inverse of `flatten`, and of `flatten_one_level`."""
     return pytree.tree_unflatten(leaves, structure)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether it has memory: not one that stands for many of a transform of torch.func, as in ``vmap``."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ COMPAT = {
     for name in (
         "trace/torch_internals.py",
         "trace/torch_recording.py",
+        "trace/export_shortcuts.py",
         "trace/flex_attention.py",
         "lower/compat.py",
         "lower/compiler.py",
