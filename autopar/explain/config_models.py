@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,11 +37,11 @@ def is_config(data: Any) -> bool:
 
 
 def model_of_config(
-    path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None, is_packed: bool
+    path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None, is_packed: bool | None
 ) -> tuple[Any, dict[str, Any], str]:
     """The model with one global batch, on the meta device, and the line of a script that makes them.
 
-    `is_packed`: rows pack documents, which their ``position_ids`` tell.
+    `is_packed`: rows pack documents, which their ``position_ids`` tell; None: if the model takes these.
 
     Raises:
         QuestionError: it can't be built, or the configuration does not say what it is called with.
@@ -67,11 +67,13 @@ def model_of_config(
             f"{str(path)!r} ({kind}) is no model that {library} {package.__version__} builds{code}: "
             f"{type(error).__name__}: {error!s:.200}. {_FACTORY}"
         ) from error
-    request = _ConfigRequest(path, model, batch, sequence, is_packed)
-    if is_packed and "position_ids" not in request.arguments:
+    request = _ConfigRequest(path, model, batch, sequence)
+    can_pack = "position_ids" in request.arguments
+    if is_packed and not can_pack:
         raise QuestionError(
             f"{str(path)!r}: {type(model).__name__} has no position_ids to tell documents of a row apart"
         )
+    request = replace(request, is_packed=can_pack if is_packed is None else is_packed)
     inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(request))
     written = ", ".join(f'"{name}": {_literal(value)}' for name, value in inputs.items())
     return model, inputs, f"{recipe}; inputs = {{{written}}}"
@@ -164,7 +166,7 @@ class _ConfigRequest:
     model: Any
     rows: int
     sequence: int | None
-    is_packed: bool
+    is_packed: bool = False
 
     @property
     def arguments(self) -> Mapping[str, inspect.Parameter]:

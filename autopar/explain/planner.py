@@ -55,8 +55,8 @@ class Planner:
         default_factory=dict[tuple[object, ...], tuple[Program, float, Expectations]]
     )
     _priced: dict[tuple[object, ...], Program] = field(default_factory=dict[tuple[object, ...], Program])
-    _models: dict[tuple[int | None, int | None, bool], ModelTarget] = field(
-        default_factory=dict[tuple["int | None", "int | None", bool], ModelTarget]
+    _models: dict[tuple[int | None, int | None, bool | None], ModelTarget] = field(
+        default_factory=dict[tuple["int | None", "int | None", "bool | None"], ModelTarget]
     )
     _prices: list[ClusterPrices] = field(default_factory=list[ClusterPrices])
     _known: KnownLayers = field(default_factory=KnownLayers)

@@ -53,9 +53,10 @@ class Question:
     lengths: str | None = None
 
     @property
-    def shapes(self) -> tuple[int | None, int | None, bool]:
-        """What the model has to be traced for: rows, tokens, and whether rows pack documents."""
-        return self.batch, self.sequence, self.documents is not None or self.lengths is not None
+    def shapes(self) -> tuple[int | None, int | None, bool | None]:
+        """What the model has to be traced for: rows, tokens, and whether rows pack documents (None: if it can)."""
+        can_pack = None if self.lengths is not None else False
+        return self.batch, self.sequence, True if self.documents is not None else can_pack
 
     def is_replan_of(self, other: Question) -> bool:
         """Whether it is about the same layers at the same prices: then a search for its plan uses the candidates of

@@ -38,7 +38,7 @@ class ModelTarget:
 
 
 def load_target(
-    text: str, batch: int | None = None, sequence: int | None = None, is_packed: bool = False
+    text: str, batch: int | None = None, sequence: int | None = None, is_packed: bool | None = False
 ) -> ModelTarget | Plan:
     """What `text` names.
 
@@ -47,7 +47,7 @@ def load_target(
             diffusers (see `autopar.explain.config_models`), or the path of a saved plan.
         batch: rows of the batch; a factory gets it as ``batch=`` if it has such a parameter.
         sequence: tokens of a row; a factory gets it as ``seq=`` or ``sequence=``.
-        is_packed: rows of a ``config.json`` pack documents, which their ``position_ids`` tell.
+        is_packed: rows of a ``config.json`` pack documents, which their ``position_ids`` tell; None: if it takes these.
 
     Raises:
         QuestionError: it names nothing of the kind; the message says what was looked for.
@@ -79,7 +79,7 @@ def _functions(path: Path) -> list[str]:
     return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
-def _load_json(path: Path, batch: int | None, sequence: int | None, is_packed: bool) -> ModelTarget | Plan:
+def _load_json(path: Path, batch: int | None, sequence: int | None, is_packed: bool | None) -> ModelTarget | Plan:
     try:
         text = path.read_text(encoding="utf-8")
         data = read_json(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.explain.plan_command import main
+from autopar.explain.question import Question
 from autopar.explain.targets import ModelTarget, load_target
 
 NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -30,6 +33,24 @@ def load(folder: Path, config: dict[str, Any], batch: int | None = 4, sequence: 
     found = load_target(str(path), batch, sequence)
     assert isinstance(found, ModelTarget)
     return found
+
+
+@pytest.mark.parametrize(
+    ("config", "can_pack"), [({"model_type": "bert", **TEXT}, True), ({"model_type": "t5", **T5}, False)]
+)
+def test_rows_pack_sequences_of_many_lengths_if_the_model_can_tell_them_apart(
+    tmp_path: Path, config: dict[str, Any], can_pack: bool
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    cluster = Cluster.of("h100", devices_per_node=2)
+    found = load_target(str(path), *Question(cluster, batch=4, sequence=8, lengths="lengths.txt").shapes)
+    assert isinstance(found, ModelTarget)
+    assert ("position_ids" in found.example_inputs) == can_pack
+    demanded = Question(cluster, batch=4, sequence=8, documents="4").shapes
+    with contextlib.nullcontext() if can_pack else pytest.raises(QuestionError, match="no position_ids to tell"):
+        load_target(str(path), *demanded)
 
 
 @pytest.mark.parametrize(
