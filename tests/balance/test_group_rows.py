@@ -187,6 +187,7 @@ def random_lengths(random: np.random.Generator, longest: int) -> np.ndarray:
     return mixes[random.choice(len(mixes), p=[0.02, 0.08, 0.2, 0.2, 0.5])]
 
 
+@pytest.mark.slow
 def test_a_thousand_batches_are_assigned_once_and_within_memory() -> None:
     random = np.random.default_rng(5)
     ran: set[str] = set()

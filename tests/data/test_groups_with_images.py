@@ -89,7 +89,7 @@ def check(ranks: list[Any]) -> None:
     check_trained(ranks, singles)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "nests", "is_indexed"), [("data=4 zero=1", False, False), ("data=4 zero=3", True, True)]
 )

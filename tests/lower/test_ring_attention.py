@@ -141,6 +141,7 @@ def on_gloo() -> tuple:
     return on_slice(ProcessGroupCommunicator(), ring_of(2), operands(few=2), incoming, True, {"enable_gqa": True})
 
 
+@pytest.mark.slow
 def test_processes():
     incoming = torch.ones(2, 4, ROWS, 8, dtype=torch.float64)
     assert_same(run_ranks(on_gloo, 2), operands(few=2), incoming, True, {"enable_gqa": True})

@@ -28,6 +28,7 @@ def degrees_of(who: Subject, *constraints: str) -> dict[str, dict[str, int]]:
     return {name: degrees(strategy.labels, strategy.mesh) for name, strategy in strategies.items()}
 
 
+@pytest.mark.slow
 def test_a_layers_own_degree_counts_before_that_of_the_whole_plan() -> None:
     found = degrees_of(mixture(), "data=4", "model.layers.1: expert=4")
     assert (found["model.layers.0"]["data"], found["model.layers.0"]["expert"]) == (4, 1)
