@@ -107,6 +107,19 @@ def derivation_problems(program: Program, plan: Plan) -> Iterator[str]:
         times.update(zip(layer.outputs, derived[key].output_times, strict=True))
     if count > 1 and program.training:
         yield from _returned_problems(program, times, count)
+    if program.training and program.loss and (count > 1 or plan.stages):
+        yield from _loss_problems(program, plan)
+
+
+def _loss_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """Losses of which every device begins backward with the whole gradient, though their layout wants terms of it."""
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        for name, layout in zip(layer.outputs, plan.strategies[planned.strategy].outputs, strict=True):
+            if name in program.loss_terms and BROADCAST in layout:
+                yield (
+                    f"layer {layer.name}: the loss {name} leaves it in layout {format_layout(layout)!r}, whose gradient "
+                    "is a sum of terms (B), but every device begins backward with the whole gradient, which is R's"
+                )
 
 
 def _returned_problems(program: Program, times: Mapping[str, Placement], count: int) -> Iterator[str]:
