@@ -117,7 +117,7 @@ def _loss_problems(program: Program, plan: Plan) -> Iterator[str]:
         for name, layout in zip(layer.outputs, plan.strategies[planned.strategy].outputs, strict=True):
             if name in program.loss_terms and BROADCAST in layout:
                 yield (
-                    f"layer {layer.name}: the loss {name} leaves it in layout {format_layout(layout)!r}, whose gradient "
+                    f"layer {layer.name}: the loss {name} leaves in layout {format_layout(layout)!r}, whose gradient "
                     "is a sum of terms (B), but every device begins backward with the whole gradient, which is R's"
                 )
 
