@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.objects.references import redirect
 from autopar.trace import export_shortcuts, torch_internals
+from autopar.trace.assigned_buffers import written_assignments
 from autopar.trace.attribute_reads import recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
 from autopar.trace.covariances import written_covariances
@@ -101,8 +102,9 @@ class _Wrapper(nn.Module):
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd(training=self.training):
-                returned = self._call(*args, **kwargs)
+            with written_assignments(self.get_submodule(WRAPPED)):
+                with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd(training=self.training):
+                    returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
             raise

@@ -1,0 +1,71 @@
+"""Buffers that forward replaces, ``self.average = 0.9 * self.average + 0.1 * x``: the values go to the buffers.
+
+An export follows what is written to a buffer in place, and an assignment in the module that it exports, but not those
+in modules inside of it, whose new tensors it forgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.trace import torch_internals
+
+__all__ = ["written_assignments"]
+
+
+@contextmanager
+def written_assignments(module: nn.Module) -> Iterator[None]:
+    """When this context ends, buffers of `module` that were assigned in it are the tensors that they were before, with
+    the new values written to them.
+
+    Raises:
+        TraceError: a buffer was given something else than a tensor of its shape and dtype.
+    """
+    before = {
+        (path, name): buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+    }
+    yield
+    assigned: list[tuple[Tensor, Tensor]] = []
+    for (path, name), buffer in before.items():
+        owner = module.get_submodule(path)
+        value = getattr(owner, name, None)
+        if value is not buffer:
+            _check(".".join(filter(None, (path, name))), buffer, value)
+            assigned.append((buffer, value))
+            setattr(owner, name, buffer)
+    _write(assigned, [*before.values()])
+
+
+def _write(assigned: Sequence[tuple[Tensor, Tensor]], buffers: Sequence[Tensor]) -> None:
+    memories = {torch_internals.storage_key(x) for x in buffers if torch_internals.has_storage(x)}
+    with torch.no_grad():
+        # A value that lies in a buffer, as in self.last = self.current, may be overwritten before it is read.
+        values = [
+            value.clone()
+            if torch_internals.has_storage(value) and torch_internals.storage_key(value) in memories
+            else value
+            for _, value in assigned
+        ]
+        for (buffer, _), value in zip(assigned, values, strict=True):
+            buffer.copy_(value)
+
+
+def _check(name: str, buffer: Tensor, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        given = f"{value!r:.80}"
+    elif (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        given = f"a tensor of {value.dtype} {list(value.shape)}"
+    else:
+        return
+    raise TraceError(
+        f"forward assigns {given} to the buffer {name}, a tensor of {buffer.dtype} {list(buffer.shape)}, but a program "
+        "has fixed shapes: assign a tensor of the same shape and dtype, such as a buffer of the largest size"
+    )

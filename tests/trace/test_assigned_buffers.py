@@ -1,0 +1,72 @@
+"""Buffers that forward replaces (``self.average = ...``) have one device's values, in modules inside of the model, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import TraceError
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("last", torch.ones(8))
+        self.register_buffer("queue", torch.randn(8, 16))
+
+
+class RunningAverage(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return (h - self.average).square().mean()
+
+
+class Queue(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        loss = (h @ self.queue).square().mean()  # what this saves for backward is the queue before
+        self.queue = torch.cat([h.detach().t(), self.queue[:, :8]], 1)
+        return loss
+
+
+class Swapped(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        loss = (h - self.last).square().mean() + (h * self.average).mean()
+        self.last, self.average = self.average, self.last
+        self.average = self.average + h.detach().mean(0)
+        return loss
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([RunningAverage(), Queue(), Swapped()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((part(x) for part in self.parts), self.parts[0](2 * x))
+
+
+@pytest.mark.parametrize("constraints", [["data=2"], ["zero=3", "recompute=full"]])
+def test_assigned_buffers_are_updated(constraints: list[str]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Nested().double(), {"x": torch.randn(8, 8).double()}
+    cluster = autopar.Cluster.of("cpu", devices_per_node=2)
+    report = autopar.verify(model, autopar.plan(model, cluster, inputs, constraints=constraints), inputs)
+    assert report.parameter_error < 1e-12  # buffers after two steps included
+
+
+@pytest.mark.parametrize(("given", "message"), [(None, "assigns None to the buffer average"), (1, r"int64 \[1\]")])
+def test_what_is_no_value_of_a_buffer_is_refused(given: int | None, message: str) -> None:
+    class Other(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            self.average = None if given is None else torch.ones(1, dtype=torch.int64)  # type: ignore[assignment]
+            return self.linear(x).mean()
+
+    with pytest.raises(TraceError, match=message):
+        autopar.plan(Other(), autopar.Cluster.of("cpu", devices_per_node=2), {"x": torch.randn(8, 8)})
