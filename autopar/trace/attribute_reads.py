@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,29 +14,42 @@ from torch import nn
 from autopar.objects.attribute_contents import is_compared
 from autopar.objects.attribute_owners import attribute_owners, is_plain
 
-__all__ = ["recorded_reads"]
+__all__ = ["Reads", "recorded_reads"]
+
+_NOBODY: tuple[str, Mapping[str, Any]] = ("", {})
+
+
+@dataclass
+class Reads:
+    """Attributes that a forward reads and has not set before: (path of the owner, attribute).
+
+    Attributes:
+        found: those with a value.
+        missing: those that were not there.
+    """
+
+    found: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    missing: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
 
 @contextmanager
-def recorded_reads(model: nn.Module) -> Generator[set[tuple[str, str]]]:
+def recorded_reads(model: nn.Module) -> Generator[Reads]:
     """Inside, what is read of `model`, its submodules and records that is neither a parameter nor a buffer, nor an
-    object.
-
-    The set that it gives has (path of the owner, attribute) when the context has ended.
+    object, nor what was set inside.
     """
     owners = attribute_owners(model)
-    paths = {id(owner): path for path, owner in owners.items()}
-    reads: set[tuple[str, str]] = set()
+    before = {id(owner): (path, dict(vars(owner))) for path, owner in owners.items()}
+    reads = Reads()
     with ExitStack() as stack:
         records: set[type] = {type(x) for x in owners.values() if not isinstance(x, nn.Module)}
         for each in (nn.Module, *records):
-            stack.enter_context(_reads_of(each, owners, paths, reads))
+            stack.enter_context(_reads_of(each, owners, before, reads))
         yield reads
 
 
 @contextmanager
 def _reads_of(
-    owner: type, owners: Mapping[str, object], paths: Mapping[int, str], reads: set[tuple[str, str]]
+    owner: type, owners: Mapping[str, object], owned: Mapping[int, tuple[str, Mapping[str, Any]]], reads: Reads
 ) -> Generator[None]:
     """Inside, reads of a class of owners are recorded."""
     untyped: Any = owner
@@ -45,22 +59,29 @@ def _reads_of(
     known: dict[str, set[str]] = {}  # by path, its attributes among `reads`: most reads are of these
 
     def read(self: Any, name: str) -> Any:
-        value = before(self, name)
-        path = paths.get(id(self))
-        if path is None or name.startswith("__") or name in known.setdefault(path, set()):
+        path, first = owned.get(id(self), _NOBODY)
+        try:
+            value = before(self, name)
+        except AttributeError:  # of parameters, buffers and submodules as well, which are looked for elsewhere then
+            if first:
+                reads.missing.add((path, name))
+            raise
+        if not first or name.startswith("__") or name in known.setdefault(path, set()):
             return value
         attributes = before(self, "__dict__")
-        if is_module and name not in attributes:  # methods, parameters, buffers and submodules
+        if is_module and name not in attributes:  # methods
+            return value
+        if name in attributes and first.get(name) is not value:  # set since
             return value
         if is_plain(value) or is_compared(value):
-            reads.update((path, each) for each in _names(attributes, name, value))
+            reads.found.update((path, each) for each in _names(attributes, name, value))
             known[path].update((name,) if name in attributes else ())
         return value
 
     try:
         untyped.__getattribute__ = read
     except TypeError:  # of a class that is written in C: all its objects may be read
-        reads.update((path, name) for path, x in owners.items() if type(x) is owner for name in vars(x))
+        reads.found.update((path, name) for path, x in owners.items() if type(x) is owner for name in vars(x))
         yield
         return
     try:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.objects.attribute_owners import joined
 from autopar.objects.references import redirect
 from autopar.trace import export_shortcuts, torch_internals
+from autopar.trace.assigned_attributes import AttributeWatch, Changed
 from autopar.trace.assigned_buffers import written_assignments
-from autopar.trace.attribute_reads import recorded_reads
+from autopar.trace.attribute_reads import Reads, recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
 from autopar.trace.covariances import written_covariances
 from autopar.trace.ctc_loss import traced_ctc_losses
@@ -30,6 +32,7 @@ from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
+from autopar.trace.model_outputs import Assignment
 from autopar.trace.multihead_attention import batch_first_attention
 from autopar.trace.past_autograd import PastAutograd
 from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
@@ -76,6 +79,8 @@ class Captured:
         tensors: that first name -> the user's own tensor.
         notes: what the user should know.
         reads: attributes that the forward read, numbers and the like: path of the module, name.
+        assigned: attributes that it set; their tensors come behind those that it returned.
+        changed: plain values that it read and changed.
     """
 
     exported: Functional
@@ -85,6 +90,8 @@ class Captured:
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     reads: frozenset[tuple[str, str]] = frozenset()
+    assigned: tuple[Assignment, ...] = ()
+    changed: tuple[Changed, ...] = ()
 
 
 class _Wrapper(nn.Module):
@@ -102,9 +109,15 @@ class _Wrapper(nn.Module):
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         try:
-            with written_assignments(self.get_submodule(WRAPPED)):
-                with features_in_order(order), RepeatedCalls(), Selections(), PastAutograd(training=self.training):
-                    returned = self._call(*args, **kwargs)
+            with (
+                written_assignments(self.get_submodule(WRAPPED)),
+                features_in_order(order),
+                RepeatedCalls(),
+                Selections(),
+                PastAutograd(training=self.training),
+            ):
+                watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
+                returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
             raise
@@ -112,7 +125,8 @@ class _Wrapper(nn.Module):
         if not result:
             refuse_output(returned)
             raise OutputError(_no_tensors(self.records.outputs))
-        return result
+        self.records.assigned, tensors, self.records.changed = watch.restore(len(result))
+        return [*result, *tensors]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self.get_submodule(WRAPPED)
@@ -125,6 +139,9 @@ class _Wrapper(nn.Module):
 @dataclass
 class _Records:
     outputs: Structure | None = None
+    assigned: tuple[Assignment, ...] = ()
+    changed: tuple[Changed, ...] = ()
+    reads: Reads = field(default_factory=Reads)
     notes_once: dict[str, None] = field(default_factory=dict[str, None])
     items: list[str] = field(default_factory=list[str])
     read: tuple[int, ...] = ()
@@ -148,11 +165,13 @@ def capture(
     training: bool,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None = None,
+    settings: Sequence[Changed] = (),
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
     A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
-    when it is called.  Where that can't be traced, it is told the truth, and a note says so.
+    when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
+    have the values that a forward has changed them to.
 
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
@@ -160,7 +179,7 @@ def capture(
         OutputError: the model returns no tensor.
     """
     asked: list[str] = []
-    how: dict[str, Any] = {"training": training, "dtype": dtype, "autocast": autocast}
+    how: dict[str, Any] = {"training": training, "dtype": dtype, "autocast": autocast, "settings": settings}
     try:
         with answered_as_called(lambda: asked.append(user_line())):
             return _capture_once(model, form, tensors, **how)
@@ -180,6 +199,7 @@ def _capture_once(
     training: bool,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
+    settings: Sequence[Changed],
 ) -> Captured:
     names, own = _tensor_names(model)
     mode = torch_internals.fake_mode()
@@ -195,12 +215,19 @@ def _capture_once(
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
+    for path, name, _, value in settings:
+        setattr(wrapper.get_submodule(joined(WRAPPED, path) if path else WRAPPED), name, value)
     with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
+        wrapper.records.reads = reads
         exported = _export(wrapper, inputs, form)
     assert wrapper.records.outputs is not None
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
-    return Captured(exported, wrapper.records.outputs, classes, names, own, wrapper.records.notes, frozenset(reads))
+    records = wrapper.records
+    return Captured(
+        exported, wrapper.records.outputs, classes, names, own, records.notes, frozenset(reads.found), records.assigned,
+        records.changed,
+    )  # fmt: skip
 
 
 def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:

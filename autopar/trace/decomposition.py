@@ -75,6 +75,19 @@ class Functional:
     outputs: Sequence[OutputSpec]
     constants: Mapping[str, Any]
 
+    def is_same(self, other: Functional) -> bool:
+        """Whether it computes the same, constants included."""
+        pairs = [(value, other.constants.get(name)) for name, value in self.constants.items()]
+        return (
+            str(self.graph) == str(other.graph)
+            and self.constants.keys() == other.constants.keys()
+            and all(
+                x is y
+                or (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and bool((x == y).all()))
+                for x, y in pairs
+            )
+        )
+
 
 def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole."""

@@ -28,6 +28,7 @@ __all__ = [
     "carried",
     "describe",
     "holds_tensors",
+    "move_leaves",
     "rebuild",
     "walk",
 ]
@@ -149,6 +150,15 @@ def holds_tensors(value: Any) -> bool:
         elif isinstance(part, list | tuple | set):
             waiting.extend(cast("Iterable[Any]", part))
     return False
+
+
+def move_leaves(structure: Structure, places: int) -> Structure:
+    """The same structure of tensors that are so many places further back in the flat list."""
+    if isinstance(structure, Leaf):
+        return dataclasses.replace(structure, index=structure.index + places)
+    if isinstance(structure, Branch):
+        return Branch(structure.context, tuple(move_leaves(child, places) for child in structure.children))
+    return structure
 
 
 def carried(structure: Structure) -> list[int]:

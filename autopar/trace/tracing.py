@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import OutputError, TraceError
 from autopar.host.garbage import collected_seldom
+from autopar.objects.attribute_owners import joined
 from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
@@ -40,11 +41,12 @@ from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.loss_output import find_loss
+from autopar.trace.model_outputs import ModelOutputs
 from autopar.trace.op_dtypes import check_dtypes
 from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
-from autopar.trace.structure import Dropped, Leaf, Structure, carried, rebuild, walk
+from autopar.trace.structure import Dropped, Structure, carried, walk
 
 __all__ = ["PASSES", "Traced", "normalize", "trace"]
 
@@ -60,7 +62,8 @@ class Traced:
         flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``, floating ones in
             the trace's dtype; raises InputShapeError if the call differs from the example in structure,
             shape, dtype or in an argument that is no tensor.
-        unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
+        unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return, and the attributes
+            that its forward sets.
         reads: attributes with whose values it was traced: path of the module, name.
         read_values: inputs with whose values it was traced, as its calls must have them.
     """
@@ -68,7 +71,7 @@ class Traced:
     program: Program
     constants: Mapping[str, Tensor] = field(hash=False)
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
-    unflatten_outputs: Callable[[Sequence[Any]], Any]
+    unflatten_outputs: ModelOutputs
     reads: frozenset[tuple[str, str]] = frozenset()
     read_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
 
@@ -181,7 +184,7 @@ def trace(
         training=is_training,
         carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
     )
-    unflatten = _Unflatten(captured.outputs)
+    unflatten = ModelOutputs(captured.outputs, captured.assigned)
     return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values)
 
 
@@ -198,9 +201,28 @@ def _capture(
     while True:
         try:
             captured = capture(model, form, tensors, **how)
+            if captured.changed:
+                again = capture(model, form, tensors, settings=captured.changed, **how)
+                captured = replace(captured, notes=(*captured.notes, *_notes_of_changes(captured, again)))
             return captured, _convert(captured, form, tensors), form
         except ValueReadError as error:
             form = with_values(form, tensors, error)
+
+
+def _notes_of_changes(captured: Captured, again: Captured) -> list[str]:
+    """What the user should know of plain attributes that forward changes; `again` was captured with their new values.
+
+    Raises:
+        TraceError: it is another program.
+    """
+    changes = [f"{joined(path, name)!r} from {old!r} to {new!r}" for path, name, old, new in captured.changed]
+    text = f"forward reads and changes {', '.join(changes)}"
+    if not captured.exported.is_same(again.exported):
+        raise TraceError(
+            f"{text}, and computes something else then, but a program is the same in every call: change it outside of "
+            "the model before a call, which is then planned again, or keep it as a tensor in a buffer"
+        )
+    return [f"{text}, which the program leaves as it is: it computes the same with both values"]
 
 
 def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> Graph:
@@ -224,19 +246,6 @@ def normalize(graph: Graph) -> Graph:
             check(made)
         graph = made
     return graph
-
-
-@dataclass(frozen=True)
-class _Unflatten:
-    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its structure."""
-
-    structure: Structure
-
-    def __call__(self, entries: Sequence[Any]) -> Any:
-        expected = sum(isinstance(end, Leaf) for end in walk(self.structure))
-        if len(entries) != expected:
-            raise OutputError(f"{len(entries)} entries for a program with {expected} outputs")
-        return rebuild(self.structure, entries)
 
 
 def _carried(graph: Graph, values: Mapping[str, Value], inputs: Structure, outputs: Structure) -> frozenset[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
@@ -39,6 +39,18 @@ def no_cuts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
     return {}
 
 
+class OutputForm(Protocol):
+    """What becomes of the values of `Program.outputs`."""
+
+    def __call__(self, entries: Sequence[Any], /) -> Any:
+        """What the model returns."""
+        ...
+
+    def assign(self, root: nn.Module, entries: Sequence[Any], /) -> None:
+        """Set the attributes of `root` and its submodules that the model's forward sets."""
+        ...
+
+
 class Executable(NamedTuple):
     """A traced program with its plan and what binds it to a Python call.
 
@@ -47,7 +59,7 @@ class Executable(NamedTuple):
         plan: how.
         constants: value name -> whole tensor.
         flatten_inputs: ``(args, kwargs)`` of a call -> its tensors, in the order of `Program.inputs`.
-        unflatten_outputs: values of `Program.outputs` -> what the model returns.
+        unflatten_outputs: values of `Program.outputs` -> what the model returns, and the attributes that it sets.
         keeps_copies: parameters don't change between calls, until `Executor.forget_copies`, and there is room to keep
             them gathered.
         cuts: ``(args, kwargs)`` of a call that `flatten_inputs` pads -> the outputs that are longer than the caller's:
@@ -61,7 +73,7 @@ class Executable(NamedTuple):
     plan: Plan
     constants: Mapping[str, Tensor]
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]]
-    unflatten_outputs: Callable[[Sequence[Any]], Any]
+    unflatten_outputs: OutputForm
     keeps_copies: bool = False
     cuts: Callable[[Sequence[Any], Mapping[str, Any]], Cuts] = no_cuts
     form: str = ""

@@ -220,6 +220,8 @@ class ParallelModule(StepCalls):
             outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
             if outputs is not None:
                 self._first_steps.interrupt()
+                usual = self._executor.executable
+                usual.unflatten_outputs.assign(self, [None] * len(usual.program.outputs))
                 return outputs
         if self.call_inputs is not None and not part:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs, holds_rows=not self._executors.compile_layers)
@@ -227,7 +229,9 @@ class ParallelModule(StepCalls):
         if executor is not self._executor:
             self._first_steps.interrupt()
         made = self._compute(executor, tensors, StepCall(kind, args, kwargs, part, autocast))
-        outputs = executor.executable.unflatten_outputs(made)
+        form = executor.executable.unflatten_outputs
+        outputs = form(made)
+        form.assign(self.get_submodule(part), made)
         if calls is not None:
             calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs

@@ -1,0 +1,151 @@
+"""What `forward` sets on its modules is there after a call, with one device's values and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.errors import TraceError
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.run.parallel_module import ParallelModule
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.planning.building import call_planner
+from autopar.planning.call_traces import trace_model
+from autopar.search import SearchRequest
+from tests.lower.runs import build
+from tests.zoo import quick, quick_search
+
+INPUTS = {"x": torch.randn(8, 8).double(), "y": torch.randint(0, 4, (8,))}
+
+
+class Block(nn.Module):
+    """Sets a tensor, adds to a list, counts its calls, keeps a shape, and makes a mask once."""
+
+    aux: Tensor
+    mask: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.maps: list[Tensor] = []
+        self.calls, self.mask = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = torch.arange(8) < 6
+        h = self.linear(self.norm(x)) * self.mask
+        self.aux, self.width = h.square().mean(), x.shape[-1]
+        self.maps.append(h)
+        return x + functional.gelu(h)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x), y)
+
+
+def train(model: Any) -> list[Tensor]:
+    """Two steps of a loss of what the blocks keep; all losses, and the parts of the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: list[Tensor] = []
+    for _ in range(2):
+        for block in model.blocks:
+            block.maps.clear()
+        loss = model(**INPUTS) + sum(0.1 * block.aux for block in model.blocks)
+        loss = loss + 0.01 * model.blocks[1].maps[0].square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    assert [(block.width, len(block.maps)) for block in model.blocks] == [(8, 1)] * 4
+    return [*found, *(block.aux.detach() for block in model.blocks), *(x.detach() for x in model.blocks[2].maps)]
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        ("data=2",),
+        ("data=2", "microbatches=2"),
+        pytest.param(("tensor=2", "recompute=full"), marks=pytest.mark.slow),
+        pytest.param(("pipeline=2", "microbatches=2"), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_what_modules_keep_are_those_of_one_device(constraints: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = Net().double().train()
+    traced = trace_model(copy.deepcopy(model), INPUTS)
+    plan = quick_search(traced.program, 2, SearchRequest(constraints=quick(constraints), schedules=schedule_actions))
+    planner = call_planner(model, traced, plan)
+    planner((), INPUTS, True, any_output=True)  # ranks are threads, and tracing is for one at a time
+    assert not any(block.maps or block.calls or hasattr(block, "aux") for block in model.blocks)
+    single = copy.deepcopy(model)
+    expected = train(single)
+
+    def rank(communicator: Any) -> None:
+        parallel: ParallelModule = build(model, traced, plan, communicator, planner=planner).train()
+        for x, y in zip(expected, train(parallel), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-12)
+        state = parallel.full_state_dict()
+        for name, x in single.state_dict().items():
+            torch.testing.assert_close(state[name], x, rtol=1e-12, atol=1e-12)
+
+    simulate(2, rank)
+    assert any("reads and changes 'blocks.0.calls' from 0 to 1" in note for note in traced.program.notes)
+
+
+class Cooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(8, 4), 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.temperature *= 0.9
+        return functional.cross_entropy(self.linear(x) / self.temperature, y)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 4), torch.zeros(4).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(x) + self.state
+        self.state = h.detach().mean(0)
+        return functional.cross_entropy(h, y)
+
+
+class FirstBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.mean = x.mean(0)
+        return functional.cross_entropy(self.linear(x - self.mean), y)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Cooling, "'temperature' from 1.0 to 0.9, and computes something else then"),
+        (Recurrent, "reads 'state' and sets it to a tensor that depends on the call"),
+        (FirstBatch, "reads 'mean' and sets it to a tensor that depends on the call"),
+    ],
+)
+def test_what_later_calls_would_find_is_refused(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        autopar.plan(model().double(), autopar.Cluster.of("cpu", devices_per_node=2), INPUTS)
