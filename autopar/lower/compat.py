@@ -189,15 +189,19 @@ def make_dtensor(
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
     is_there = local.device.type == mesh.device_type
+    is_number = (
+        not shape
+    )  # torch doesn't look at a shape without dims, but at that of the local part, which may be empty
+    given = local.detach() if is_there else local.detach().to("meta")
     made = DTensor.from_local(
-        local.detach() if is_there else local.detach().to("meta"),
+        given.new_empty(()) if is_number else given,
         mesh,
         to_torch_placements(layout),
         run_check=False,
         shape=torch.Size(shape),
         stride=tuple(stride),
     )
-    return made if is_there else dtensor_like(local.detach(), made)
+    return made if is_there and not is_number else dtensor_like(local.detach(), made)
 
 
 def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:

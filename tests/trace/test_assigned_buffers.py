@@ -1,4 +1,4 @@
-"""Buffers that forward replaces (``self.average = ...``) have one device's values, in modules inside of the model, too."""
+"""Buffers that forward replaces (``self.average = ...``) have one device's values, also inside of the model."""
 
 from __future__ import annotations
 
