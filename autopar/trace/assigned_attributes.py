@@ -69,7 +69,7 @@ class AttributeWatch:
             tensors.extend(own)
 
         for (path, name), before in self._lists.items():
-            now = self._owners[path].get(name)
+            now: Any = self._owners[path].get(name)
             if now is self._before[path][name] and len(now) > len(before) and _begins_with(now, before):
                 add(path, name, now[len(before) :], is_added=True)
                 self._reads.found.discard((path, name))

@@ -6,9 +6,9 @@ in modules inside of it, whose new tensors it forgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,24 @@ __all__ = ["written_assignments"]
 
 
 @contextmanager
-def written_assignments(module: nn.Module) -> Iterator[None]:
+def written_assignments(module: nn.Module) -> Generator[None]:
     """When this context ends, buffers of `module` that were assigned in it are the tensors that they were before, with
     the new values written to them.
 
     Raises:
         TraceError: a buffer was given something else than a tensor of its shape and dtype.
     """
+    modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
     before = {
         (path, name): buffer
-        for path, owner in module.named_modules()
+        for path, owner in modules
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
     }
     yield
     assigned: list[tuple[Tensor, Tensor]] = []
     for (path, name), buffer in before.items():
         owner = module.get_submodule(path)
-        value = getattr(owner, name, None)
+        value: Any = getattr(owner, name, None)
         if value is not buffer:
             _check(".".join(filter(None, (path, name))), buffer, value)
             assigned.append((buffer, value))

@@ -125,8 +125,8 @@ class _Wrapper(nn.Module):
         if not result:
             refuse_output(returned)
             raise OutputError(_no_tensors(self.records.outputs))
-        self.records.assigned, tensors, self.records.changed = watch.restore(len(result))
-        return [*result, *tensors]
+        self.records.assigned, kept, self.records.changed = watch.restore(len(result))
+        return [*result, *kept]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self.get_submodule(WRAPPED)
