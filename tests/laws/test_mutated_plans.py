@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import PlanFormatError, PlanMismatchError
-from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
+from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.plan_check import check_fit
@@ -80,22 +80,31 @@ def test_what_ran_with_wrong_numbers_is_refused() -> None:
     refused(with_strategy(storage=parted), "know contiguous slices only")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_microbatches_begin_backward_with_a_whole_gradient_of_the_loss(count: int) -> None:
-    who = subject("flat")
-    program = who.traced.program
+def with_loss_in(program: Program, placement: Placement, count: int) -> Plan:
+    """A legal plan with that many microbatches, but for the layout in which the loss leaves its layer."""
     plan = random_plan(program, 4, 1, count)
     (layer,) = [layer for layer in program.layers if program.loss in layer.outputs]
     number = plan.layers[program.layers.index(layer)].strategy
     at, last = layer.outputs.index(program.loss), plan.strategies[number]
-    terms = tuple(BROADCAST for _ in last.outputs[at])
-    outputs = (*last.outputs[:at], terms, *last.outputs[at + 1 :])
+    outputs = (*last.outputs[:at], tuple(placement for _ in last.outputs[at]), *last.outputs[at + 1 :])
     strategies = [*plan.strategies[:number], replace(last, outputs=outputs), *plan.strategies[number + 1 :]]
-    changed = plan.with_decisions(strategies=tuple(strategies))
+    return plan.with_decisions(strategies=tuple(strategies))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_microbatches_begin_backward_with_a_whole_gradient_of_the_loss(count: int) -> None:
+    who = subject("flat")
+    changed = with_loss_in(who.traced.program, BROADCAST, count)
     if count == 1:
         assert_parity(who, changed)  # backward is the caller's
     else:
         refused(changed, "the loss .* whose gradient is a sum of terms")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_terms_of_the_loss_add_up_once(count: int) -> None:
+    who = subject("flat")
+    assert_parity(who, with_loss_in(who.traced.program, PARTIAL, count), priced=False)
 
 
 def test_microbatches_must_give_terms_of_the_loss() -> None:

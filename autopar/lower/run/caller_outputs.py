@@ -106,13 +106,11 @@ def _output(executor: Executor, name: str, value: Tensor | None, later: Later, i
         return value
     if name in program.carried and value is not None:
         return _carried(executor, name, value, later)
-    is_loss = name == program.loss
-    is_done = executor.num_microbatches > 1 and is_loss
-    if executor.stages.is_pipeline and (is_loss or not program.loss):
+    if name in executor.outputs.returned_whole:
         return value
     if is_later and executor.outputs.is_apart(name):
         return _read_later(executor, name, value, later)
-    made = value if is_done or value is None else executor.outputs.make(name, value)
+    made = None if value is None else executor.outputs.make(name, value)
     return executor.share_across_groups(name, made) if executor.outputs.whole else made
 
 
