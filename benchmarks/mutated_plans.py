@@ -1,7 +1,8 @@
 """What becomes of changed plans: ``python benchmarks/mutated_plans.py [--first 0] [--count 2000] [--models flat ...]``.
 
 Each plan has something changed at random (`tests.mutated_plans`): the factor of an op, a layout, a mesh, storage, ZeRO
-level, recomputation, stages, schedule, microbatches, huge and negative numbers.  It must be refused with a
+level, recomputation, stages, schedule, microbatches, huge and negative numbers.  With ``--nearby``, a decision is
+another one that could stand there (`tests.nearby_plans`), so that half of the plans train.  It must be refused with a
 PlanFormatError or a PlanMismatchError, or train to one device's loss, gradients and parameters, on simulated ranks in
 float64.  A plan that trains must also be priced, printed and read back.  The exit status is 1 if any plan does anything
 else.
@@ -26,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autopar.errors import PlanFormatError, PlanMismatchError
+from autopar.lower import ParallelModule
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
@@ -43,9 +45,11 @@ from autopar.program import Program
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
+from autopar.trace.structure import describe
 from autopar.verify import VerificationReport, compare
-from autopar.verify.rehearsal import Run, run_parallel, run_single
+from autopar.verify.rehearsal import Run, join_runs, run_ranks, run_single, train
 from tests.mutated_plans import mutated
+from tests.nearby_plans import nearby
 from tests.random_plans import pipelines_of, random_pipeline, random_plan
 from tests.zoo import Subject, plan_for, quick_prices, subject
 
@@ -93,7 +97,12 @@ def outcome(who: Subject, text: str) -> tuple[str, str]:
         check_fit(plan, program, _WORLD)
     except (PlanFormatError, PlanMismatchError) as error:
         return type(error).__name__, str(error)
-    trained = run_parallel(who.model, who.traced, plan, who.inputs, _STEPS)
+    trained = together(who, plan)
+    if plan.decisions.gradients:
+        rounded, plan = trained, plan.with_decisions(gradients="")
+        trained = together(who, plan)
+        if not is_rounded(rounded, trained, next(who.model.parameters()).dtype):
+            return "wrong numbers", f"rounded gradients: losses {rounded.losses} for {trained.losses}"
     report = compare(alone(who), trained, _WORLD)
     if not is_equal(report, next(who.model.parameters()).dtype):
         return "wrong numbers", str(report)
@@ -109,14 +118,44 @@ def outcome(who: Subject, text: str) -> tuple[str, str]:
 def alone(who: Subject) -> Run:
     """What one device makes of a model."""
     in_double = next(who.model.parameters()).dtype == torch.float64
-    return run_single(who.model, who.inputs, _STEPS, in_double=in_double)
+    run = run_single(who.model, who.inputs, _STEPS, in_double=in_double, batches=[who.inputs])
+    return replace(run, outputs={name: x for name, x in run.outputs.items() if "in training mode" in name})
+
+
+def together(who: Subject, plan: Plan) -> Run:
+    """What all ranks make of a model by `plan`; outputs are read after training, with other values in buffers."""
+
+    def action(model: ParallelModule) -> Run:
+        run = train(model, who.inputs, _STEPS)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():  # as in `autopar.verify.eval_outputs`
+                buffer.mul_(1.25).add_(0.0 if buffer.any() else 1 / 64)
+        returned = enumerate(describe(model(**who.inputs))[1])
+        named = {f"output {n} in training mode with other buffers": x for n, x in returned if x.is_floating_point()}
+        return replace(run, outputs={name: x.detach().clone() for name, x in named.items()})
+
+    return join_runs(run_ranks(who.model, who.traced, plan, action), plan.num_groups)
 
 
 def is_equal(report: VerificationReport, dtype: torch.dtype) -> bool:
     """Whether training gave one device's numbers, as the parity tests mean it (`tests.zoo.assert_parity`)."""
+    if report.worst_output[1] > (1e-2 if dtype == torch.float32 else 1e-6):  # parameters were trained
+        return False
     if dtype == torch.float32:
         return report.loss_error <= 1e-6 and report.worst_gradient[1] <= 1e-4
     return report.loss_error <= 1e-12 and report.worst_gradient[1] <= 1e-9 and report.parameter_error <= 1e-7
+
+
+def is_rounded(rounded: Run, exact: Run, dtype: torch.dtype) -> bool:
+    """Whether gradients that are added up in another dtype are those of `exact`, to bfloat16's rounding.
+
+    What cancels (the bias in front of a batch norm) leaves only rounding: errors are relative to the largest gradient.
+    """
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    first = math.isclose(rounded.losses[0], exact.losses[0], rel_tol=tolerance)
+    largest = max(float(x.abs().max()) for x in exact.gradients.values())
+    errors = (float((rounded.gradients[name] - x).abs().max()) for name, x in exact.gradients.items())
+    return first and rounded.gradients.keys() == exact.gradients.keys() and max(errors) <= 0.02 * largest
 
 
 @contextmanager
@@ -135,13 +174,14 @@ def limited(seconds: int) -> Generator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def try_plan(name: str, seed: int) -> tuple[str, str, str]:
+def try_plan(name: str, seed: int, is_nearby: bool) -> tuple[str, str, str]:
     """The decision that is changed, what becomes of the plan, and more about it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the run
     torch.set_num_threads(1)
     who = subject(name, _DTYPES.get(name, torch.float64))
     program = who.traced.program
-    changed, text = mutated(base_plan(name, program, random.Random(seed)), program, seed)
+    change = nearby if is_nearby else mutated
+    changed, text = change(base_plan(name, program, random.Random(seed)), program, seed)
     try:
         with limited(_LIMIT_S):
             found, detail = outcome(who, text)
@@ -162,7 +202,8 @@ class Tally:
     def add(self, name: str, changed: str, found: str) -> None:
         """Count a plan."""
         self.by_model[name][found] += 1
-        self.by_decision[changed][found] += 1
+        for each in changed.split("+"):
+            self.by_decision[each][found] += 1
 
     @property
     def total(self) -> Counter[str]:
@@ -191,7 +232,9 @@ def try_plans(options: argparse.Namespace, tally: Tally) -> None:
     names = [options.models[seed % len(options.models)] for seed in seeds]
     pool = ProcessPoolExecutor(options.processes, mp.get_context("spawn"))
     try:
-        for name, seed, each in zip(names, seeds, pool.map(try_plan, names, seeds), strict=True):
+        for name, seed, each in zip(
+            names, seeds, pool.map(try_plan, names, seeds, [options.nearby] * len(seeds)), strict=True
+        ):
             changed, found, detail = each
             tally.add(name, changed, found)
             if found not in _OUTCOMES or (options.say and detail):
@@ -219,6 +262,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000, help="plans, over all models")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no plan is begun later")
     parser.add_argument("--models", nargs="+", default=list(_MODELS), help="models of tests.models")
+    parser.add_argument("--nearby", action="store_true", help="other decisions that could stand there")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--say", action="store_true", help="print every refusal")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -65,6 +66,20 @@ def test_a_state_is_kept_and_loaded_again() -> None:
 
     for plan in plans(traced_model("gpt2")[2]):
         on_ranks("gpt2", plan, keep)
+
+
+def test_the_whole_state_that_torch_gathers_has_all_stages() -> None:
+    """It was silently that of one stage."""
+    model, _, traced = traced_model("llama")
+    options = StateDictOptions(full_state_dict=True)
+    expected = model.state_dict()
+
+    def gather(parallel: Any) -> dict[str, Any]:
+        return get_model_state_dict(parallel, options=options)
+
+    for state in on_ranks("llama", plans(traced)[1], gather):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(x, expected[name]) for name, x in state.items())
 
 
 def test_a_whole_file_on_one_rank(tmp_path: Path) -> None:

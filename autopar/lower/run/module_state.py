@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.compat import asked_for_whole_state
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
@@ -41,7 +42,14 @@ class ModuleState(nn.Module):
     _gradient_norm: GradientNorm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files."""
+        """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files.
+
+        With pipeline stages it has no entry for parameters of other stages, unless it is asked for by torch's
+        ``get_model_state_dict`` with ``full_state_dict=True``, which then gives all of them.
+        """
+        options = asked_for_whole_state() if self._executor.stages.is_pipeline else None
+        if options is not None:
+            return self.full_state_dict(0 if options.cpu_offload else None)
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateDict()
         untyped: Any = super()
