@@ -22,6 +22,7 @@ from autopar.search.constraints import demands_on, parse_constraints
 from autopar.search.known_layers import KnownLayers
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import pipeline_demands
+from autopar.search.pipeline.pipeline_numbers import PipelineNumbers
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext
@@ -245,3 +246,31 @@ def test_numbers_that_are_slow_with_logits_in_pieces_are_no_reason_to_try_no_oth
 
     pipelines._walk_to_best({2: [8], 4: [8, 16], 8: [16]}, attempt)
     assert tried == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({2: 3.0, 4: 2.0, 8: 2.5, 16: 3.0}, [2, 4, 8]),
+        ({2: 3.0, 4: 2.0, 8: 1.5, 16: 1.6}, [2, 4, 8, 16]),
+        ({2: 1e9, 4: 1e9, 8: 3.0, 16: 2.0}, [2, 4, 8, 16]),  # with few, groups idle too long: that says nothing of more
+        ({2: math.inf, 4: math.inf, 8: 3.0, 16: 2.0}, [2, 4, 8, 16]),  # with few, nothing fits
+    ],
+)
+def test_more_microbatches_are_tried_as_long_as_twice_as_many_were_faster(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], expected: list[int]
+) -> None:
+    own, request = program(), SearchRequest(schedules=schedule_actions)
+    demanded = parse_constraints(("pipeline=2",), 8)
+    context = SearchContext(own, 8, prices(), request, demanded, demands_on(own, demanded))
+    demands = pipeline_demands(demanded, own, 8, is_training=True)
+    tried: list[int] = []
+
+    def attempt(self: PipelineSearch, results: PipelineResults, groups: int, count: int) -> float:
+        tried.append(count)
+        return seconds.get(count, math.inf)
+
+    monkeypatch.setattr(PipelineSearch, "_try", attempt)
+    monkeypatch.setattr(PipelineNumbers, "counts", lambda self: ({2: [2, 4, 8, 16]}, ()))
+    PipelineSearch(context, schedule_actions, demands, math.inf).run()
+    assert [count for count in tried if count > 1] == expected

@@ -210,6 +210,17 @@ def test_no_pipeline_beats_its_bound(shape: Shape) -> None:
     assert all(seconds >= bound_s for seconds, _ in every_pipeline(tables, shape))
 
 
+@pytest.mark.parametrize("shape", [Shape("zbv", 4, 8, 8), Shape("interleaved_zero_bubble", 2, 4, 4)], ids=str)
+def test_a_schedule_of_split_backwards_waits_for_whole_ones_if_layers_have_no_others(shape: Shape) -> None:
+    tables = make_tables(6, shape.num_stages + 2, 1, shape.num_microbatches)
+    tables = replace(tables, layers=tuple(replace(t, weight_s=0 * t.weight_s) for t in tables.layers))
+    forward_s = np.array([float(t.forward_s[0]) for t in tables.layers]) * shape.num_microbatches
+    total_s = forward_s + np.array([float(t.backward_s[0]) for t in tables.layers]) * shape.num_microbatches
+    bound_s = least_step_s(shape, forward_s, total_s, splits=False)
+    assert bound_s > least_step_s(shape, forward_s, total_s)
+    assert all(seconds >= bound_s for seconds, _ in every_pipeline(tables, shape))
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("shape", "num_layers", "num_candidates"), CASES, ids=str)
 def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(

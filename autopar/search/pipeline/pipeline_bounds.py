@@ -23,19 +23,21 @@ Array = npt.NDArray[np.float64]
 _MAX_CUTS = 2000  # so many ways to cut are all looked at: milliseconds, for a bound that may save a search of seconds
 
 
-def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
+def least_step_s(shape: Shape, forward_s: Array, total_s: Array, *, splits: bool = True) -> float:
     """No pipeline of this shape is faster.
 
     Args:
         shape: the pipeline, wherever it is cut.
         forward_s: per layer the least seconds on one device group of the forwards of all microbatches.
         total_s: the same of forwards and backwards.
+        splits: whether layers can split their backward, if the schedule does.
     """
     if shape.num_stages > len(total_s):
         return math.inf
-    waits_s = (forward_s if shape.record.splits_backward else total_s) / shape.num_microbatches
+    splits &= shape.record.splits_backward
+    waits_s = (forward_s if splits else total_s) / shape.num_microbatches
     bound_s = max(float(waits_s.sum()), _mean_s(shape, waits_s, total_s))
-    if shape.num_stages == shape.num_groups and not shape.record.splits_backward:
+    if shape.num_stages == shape.num_groups and not splits:
         return max(bound_s, _least_in_turn_s(shape, total_s))
     if math.comb(len(total_s) - 1, shape.num_stages - 1) > _MAX_CUTS:
         return bound_s

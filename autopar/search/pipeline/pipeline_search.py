@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,9 +73,11 @@ class PipelineSearch:
         self.notes.extend(notes)
         if sum(map(len, counts.values())) <= _FEW:
             for groups, own in counts.items():
+                tried: dict[int, float] = {}
                 # The most promising first: what it finds, and what its layers take, rule others out.
                 for count in sorted(own, key=lambda count: self._rank(groups, count)):
-                    self._try(results, groups, count)
+                    if not _lies_behind(count, tried):
+                        tried[count] = self._try(results, groups, count)
                 # One device group after the other is faster only for programs so small that launches take longer than
                 # computing; of all others the compute of their layers rules it out.
                 if own and 1 not in own and self.context.constraints.get("microbatches") is None:
@@ -170,8 +173,7 @@ class PipelineSearch:
         assignment = context.time_assignment(count)
         assert not isinstance(assignment, str)
         enough_s = min(self._enough_s, results.best_s)
-        least = least_layers(context, count)
-        bounds = {shape: least_step_s(shape, *least) for shape in self._numbers.shapes(groups, count)}
+        bounds = self._bounds(self._numbers.shapes(groups, count), least_layers(context, count))
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
         if not hopeful or self._is_too_slow(context, count, assignment, hopeful, enough_s):
             return self._rule_out(groups, count)
@@ -185,13 +187,18 @@ class PipelineSearch:
                 continue
             least = least_of(candidates)
             every.append(least)
-            left = {shape: bound_s for shape in hopeful if (bound_s := least_step_s(shape, *least)) < enough_s}
+            left = {shape: bound_s for shape, bound_s in self._bounds(hopeful, least).items() if bound_s < enough_s}
             if left:
                 best_s = min(best_s, search_pipelines(candidates, left, self.demands.cuts, results, enough_s))
             are_ruled_out &= not left
         if every:
             remember_least(context, count, np.min(every, axis=0))
         return self._rule_out(groups, count) if are_ruled_out else best_s
+
+    def _bounds(self, shapes: Iterable[Shape], least: Array) -> dict[Shape, float]:
+        """`least_step_s` of pipelines whose layers take at least so long."""
+        splits = not self.context.request.training.compiled
+        return {shape: least_step_s(shape, *least, splits=splits) for shape in shapes}
 
     def _rule_out(self, groups: int, count: int) -> float:
         """Of so many device groups and microbatches, no pipeline is fast enough: what stands for its seconds."""
@@ -225,6 +232,18 @@ class PipelineSearch:
         if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * enough_s:
             return False
         return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
+
+
+def _lies_behind(count: int, tried: Mapping[int, float]) -> bool:
+    """Whether so many microbatches lie behind a number that was slower than one before it.
+
+    More microbatches take longer, and with twice as many device groups idle half as long.  So what is lost grows, or
+    stays, and what is gained halves: if one step does not pay, the next one does not.  The same holds the other way.
+    """
+    return any(
+        min(first, count) < second < max(first, count) and tried[second] >= tried[first] < _RULED_OUT_S
+        for first, second in itertools.permutations(tried, 2)
+    )
 
 
 def _walk(values: list[int], attempt: Callable[[int], float]) -> None:

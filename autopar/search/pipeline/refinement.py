@@ -145,7 +145,8 @@ def _least_s(guide: PipelineCandidate, shape: Shape, starts: Indices) -> Array:
     """
     columns = path_columns(guide.choices.tables, guide.rows)
     both_s = columns.forward_s + columns.backward_s
-    waits_s = columns.forward_s if shape.record.splits_backward else both_s
+    splits = shape.record.splits_backward and columns.weight_s.any()
+    waits_s = columns.forward_s if splits else both_s
     works_s = shape.num_microbatches * both_s + columns.step_s
     first = [shape.groups.index(group) for group in range(shape.num_groups)]
     is_of_group = (np.array(shape.groups)[:, None] == np.arange(shape.num_groups)).astype(float)
