@@ -98,5 +98,6 @@ def _is_unlike(op: Op, given: TensorType, made: TensorType) -> bool:
 
 def _number(value: Arg) -> float | None:
     """The number, if it is a finite one."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if math.isfinite(value) else None

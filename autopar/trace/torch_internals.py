@@ -36,6 +36,7 @@ from autopar.objects.references import redirect
 
 __all__ = [
     "DATA_DEPENDENT",
+    "SYMBOLIC",
     "TORCH_DIRECTORY",
     "argument_names",
     "argument_source",
@@ -81,6 +82,8 @@ TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 DATA_DEPENDENT: tuple[type[BaseException], ...] = (
     GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
 )  # fmt: skip
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that a trace doesn't know
 
 
 def fake_mode(*, repeats: bool = True) -> FakeTensorMode:
@@ -377,7 +380,7 @@ def values_to_print(report: Callable[[], None]) -> Iterator[None]:
 
     def note_item(tensor: Tensor) -> Any:
         value = item(tensor)
-        if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
+        if isinstance(value, SYMBOLIC):
             report()
         return value
 
