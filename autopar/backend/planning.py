@@ -140,8 +140,8 @@ def _sharded(planned: PlannedGraph, key: tuple[Any, ...], options: Options, sess
 def _refuse_custom_functions(graph: CapturedGraph) -> None:
     for stack in hidden_backwards(graph.code):
         raise TraceError(
-            f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function in a graph inside of Dynamo's, or "
-            "one that writes to its argument, whose backward does not show in a traced graph. Make it an op with "
+            f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function in a graph inside of Dynamo's, "
+            "or one that writes to its argument, whose backward does not show in a traced graph. Make it an op with "
             "torch.library.custom_op and register_autograd, or keep it out of the graphs with torch.compiler.disable"
         )
 
