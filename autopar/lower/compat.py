@@ -188,9 +188,12 @@ def make_dtensor(
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
-    is_there = local.device.type == mesh.device_type
+    # Torch takes an empty shape for none given, and the local one in its place.
+    is_number_elsewhere = not shape and local.dim() > 0
+    is_there = local.device.type == mesh.device_type and not is_number_elsewhere
+    form = torch.empty(() if is_number_elsewhere else local.shape, dtype=local.dtype, device="meta")
     made = DTensor.from_local(
-        local.detach() if is_there else local.detach().to("meta"),
+        local.detach() if is_there else form,
         mesh,
         to_torch_placements(layout),
         run_check=False,
