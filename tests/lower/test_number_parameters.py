@@ -59,6 +59,13 @@ def check_numbers() -> None:
     for name, p in single.named_parameters():
         torch.testing.assert_close(whole[name], p.detach(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), p, rtol=1e-9, atol=1e-12)
+    kept = {name: x.clone() for name, x in model.state_dict().items()}
+    with torch.no_grad():
+        for block in model:
+            block.gate.fill_(2.0)
+    model.load_state_dict(kept)
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(value, whole[name])
 
 
 def test_two_stages_have_all_numbers() -> None:
