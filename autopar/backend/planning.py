@@ -31,7 +31,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.constraints import spell_out
 from autopar.step.plan_check import check_fit
-from autopar.trace import Traced, custom_backwards, frame_of_text, trace
+from autopar.trace import Traced, frame_of_text, hidden_backwards, trace
 
 __all__ = ["PlannedGraph", "plan_graph"]
 
@@ -138,11 +138,11 @@ def _sharded(planned: PlannedGraph, key: tuple[Any, ...], options: Options, sess
 
 
 def _refuse_custom_functions(graph: CapturedGraph) -> None:
-    for stack in custom_backwards(graph.code):
+    for stack in hidden_backwards(graph.code):
         raise TraceError(
-            f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function, whose backward does not show in "
-            "a traced graph. Make it an op with torch.library.custom_op and register_autograd, or keep it out of the "
-            "graphs with torch.compiler.disable"
+            f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function in a graph inside of Dynamo's, "
+            "or one that writes to its argument, whose backward does not show in a traced graph. Make it an op with "
+            "torch.library.custom_op and register_autograd, or keep it out of the graphs with torch.compiler.disable"
         )
 
 

@@ -194,13 +194,12 @@ def make_dtensor(
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
-    is_there = local.device.type == mesh.device_type
-    is_number = (
-        not shape
-    )  # torch doesn't look at a shape without dims, but at that of the local part, which may be empty
-    given = local.detach() if is_there else local.detach().to("meta")
+    # Torch takes an empty shape for none given, and the local one in its place.
+    is_number_elsewhere = not shape and local.dim() > 0
+    is_there = local.device.type == mesh.device_type and not is_number_elsewhere
+    form = torch.empty(() if is_number_elsewhere else local.shape, dtype=local.dtype, device="meta")
     made = DTensor.from_local(
-        given.new_empty(()) if is_number else given,
+        local.detach() if is_there else form,
         mesh,
         to_torch_placements(layout),
         run_check=False,

@@ -7,6 +7,7 @@
 from autopar.trace.any_length import check_one_graph, reading_last_entry
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
+from autopar.trace.captured_graphs import hidden_backwards, run_captured
 from autopar.trace.feature_order import FEATURE_ORDER
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
@@ -18,7 +19,7 @@ from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored
 from autopar.trace.shared_memory import check_memory
 from autopar.trace.signature import as_batch, bind, can_be_read, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
-from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
+from autopar.trace.torch_internals import argument_source, is_wrapped_number
 from autopar.trace.tracing import Traced, trace
 
 __all__ = [
@@ -39,10 +40,10 @@ __all__ = [
     "check_one_graph",
     "compare",
     "copy_with",
-    "custom_backwards",
     "default_example_inputs",
     "dense_flex_attention",
     "frame_of_text",
+    "hidden_backwards",
     "ignored_labels",
     "is_wrapped_number",
     "put_loss_inside",

@@ -43,6 +43,7 @@ from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 from autopar.trace.tracing_questions import UndecidedMaskError, answered_as_called
+from autopar.trace.unknown_numbers import Names, noted_conversions
 from autopar.trace.value_checks import passed_checks
 
 __all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
@@ -145,13 +146,14 @@ class _Records:
     notes_once: dict[str, None] = field(default_factory=dict[str, None])
     items: list[str] = field(default_factory=list[str])
     read: tuple[int, ...] = ()
+    converted: dict[int, Names] = field(default_factory=dict[int, Names])
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
         items = tuple(
-            f"{where}: what .item() gives here is dropped, as nothing is computed from it: to log it, return the "
-            "tensor and call .item() outside of the model"
+            f"{where}: the number of a tensor that Python gets here is dropped, as nothing is computed from it: to log "
+            "it, return the tensor and call .item() outside of the model"
             for where in dict.fromkeys(self.items)
         )
         return (*self.notes_once, *items)
@@ -275,6 +277,9 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     def note_item() -> None:
         wrapper.records.items.append(user_line())
 
+    def note_conversion(names: Names) -> None:
+        wrapper.records.converted[id(names)] = names
+
     try:
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
@@ -300,6 +305,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(counts_of_known_length())
                 patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))
+                patches.enter_context(noted_conversions(note_conversion))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(export_shortcuts.late_code())
                 patches.enter_context(export_shortcuts.kept_regions())
@@ -314,6 +320,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         explained = _explain(error, form, wrapper.get_submodule(WRAPPED))
         if isinstance(explained, ValueReadError):
             explained.inputs = wrapper.records.read
+            explained.converted = tuple(wrapper.records.converted.values())
         raise explained from error
 
 

@@ -90,7 +90,11 @@ class Functional:
 
 
 def decompose(exported: torch.export.ExportedProgram) -> Functional:
-    """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
+    """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole.
+
+    Numbers of tensors that only torch's checks of them read are gone, in `exported` as well.
+    """
+    _drop_checked_numbers(exported.graph)
     units = _units(exported)
     keys = {last: unit.key for last, unit in units.items()}
     kinds = {keys[last]: unit for last, unit in reversed(units.items())}
@@ -168,6 +172,22 @@ def _units(exported: torch.export.ExportedProgram) -> dict[fx.Node, _Unit]:
         return {}
     units = (_Unit(groups.get(node, (node,))) for node in ops)
     return {unit.nodes[-1]: unit for unit in units}
+
+
+def _drop_checked_numbers(graph: fx.Graph) -> None:
+    """Drop numbers that depend on data, where only torch's checks read them, and what only these read."""
+    numbers = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch_internals.SYMBOLIC)]
+    if not numbers:
+        return
+    checks = [node for node in graph.nodes if str(node.target).startswith(CHECKS)]
+    dropped = {*numbers, *checks}
+    for node in reversed(graph.nodes):
+        is_behind = bool(node.users) and dropped.issuperset(node.users) and not node.is_impure()
+        if is_behind:
+            dropped.add(node)
+    for node in reversed(graph.nodes):
+        if node in dropped and not node.users:
+            graph.erase_node(node)
 
 
 def _is_op(node: fx.Node) -> bool:

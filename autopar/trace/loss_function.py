@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
 from autopar.trace import torch_internals
+from autopar.trace.loss_output import without_loss
 from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
 from autopar.trace.tracing import Traced
 from autopar.user_text.suggestions import kind_of
@@ -26,7 +28,7 @@ LossFunction = Callable[..., Tensor]
 _TARGET = "target"  # the keyword argument that the twin has in addition to the model's own
 _NO_TARGET = (
     "the target is missing, which loss_fn needs in training: call loss = model(*inputs, target=target). "
-    "After model.eval(), a call without target gives the model's outputs"
+    "After model.eval(), or under torch.no_grad(), a call without target gives the model's outputs"
 )
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
@@ -65,17 +67,22 @@ def put_loss_inside(
 
 
 def require_target(model: nn.Module, traced: Traced, *, is_given: bool = True) -> Traced:
-    """`traced`, but if `model` is a twin with a loss function, with an error for calls that lack the target.
+    """`traced`, but if `model` is a twin with a loss function, with an error for calls with gradients that lack the
+    target.
+
+    Without gradients, as in ``torch.optim.swa_utils.update_bn``, such calls have a program of their own, which gives
+    the model's outputs.
 
     Raises:
-        LossError: the call that was traced lacks it (`is_given` is False), or the loss that the twin computes depends
-            on no parameter.
+        LossError: the call that was traced lacks it (`is_given` is False) and wants gradients, or the loss that the
+            twin computes depends on no parameter.
     """
     if not isinstance(model, _WithLoss):
         return traced
     if not is_given:
-        raise LossError(_NO_TARGET)
-    if not traced.program.loss:
+        _refuse_gradients()
+        traced = replace(traced, program=without_loss(traced.program))
+    elif not traced.program.loss:
         raise LossError(
             "the loss that loss_fn returns depends on no parameter that trains: compute it from the model's outputs, "
             "without detach() or torch.no_grad()"
@@ -83,10 +90,15 @@ def require_target(model: nn.Module, traced: Traced, *, is_given: bool = True) -
 
     def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if kwargs.get(_TARGET) is None:
-            raise LossError(_NO_TARGET)
+            _refuse_gradients()
         return traced.flatten_inputs(args, kwargs)
 
     return replace(traced, flatten_inputs=flatten_inputs)
+
+
+def _refuse_gradients() -> None:
+    if torch.is_grad_enabled():
+        raise LossError(_NO_TARGET)
 
 
 def without_target(

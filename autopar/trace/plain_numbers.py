@@ -18,8 +18,10 @@ from autopar.trace.rewrites import Writer, rewrite
 
 __all__ = ["rewrite_created_like", "rewrite_number_terms"]
 
-_SUMS = {"aten.add.Tensor": 1.0, "aten.add.Scalar": 1.0, "aten.sub.Tensor": -1.0, "aten.sub.Scalar": -1.0}
+_SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
 _DIFFERENCES = ("aten.rsub.Scalar", "aten.rsub.Tensor")
+# By dtype of a single number, whether what is added to it is rounded to this dtype before it is added, on every device.
+_ROUNDED_FIRST = {"float32": True, "float64": True, "bfloat16": False, "float16": False}
 # Where only the operand's dtype is read, if the result has none of its dims.
 _NEW = {"aten.new_zeros.default": 0.0, "aten.new_ones.default": 1.0, "aten.new_full.default": None}
 _LIKE = {"aten.zeros_like.default": 0.0, "aten.ones_like.default": 1.0, "aten.full_like.default": None}
@@ -28,7 +30,8 @@ _LIKE = {"aten.zeros_like.default": 0.0, "aten.ones_like.default": 1.0, "aten.fu
 def rewrite_number_terms(graph: Graph) -> Graph:
     """Leave out a 0 that is added to a single number, and make another number that is added to it a tensor.
 
-    Only numbers that float32 has exactly: others would be rounded in a constant, and are not in torch's own op.
+    Torch's own op rounds the number to the tensor's dtype in 32 and 64 bits, as a constant of it is.  In 16 bits its
+    kernels for GPUs compute with the number itself, so only numbers that the dtype has exactly are made tensors.
     """
 
     def is_zero(op: Op) -> bool:
@@ -47,14 +50,20 @@ def rewrite_number_terms(graph: Graph) -> Graph:
     return rewrite(bypass(graph, {op.name for op in graph.ops if is_zero(op)}), write)
 
 
+def _is_rounded(value: float, dtype: str) -> bool:
+    return _ROUNDED_FIRST[dtype] or torch.tensor(value, dtype=getattr(torch, dtype)).item() == value
+
+
 def _term(op: Op, graph: Graph) -> float | None:
     """The number that the op adds to a single number, or to its negative; None if it does something else."""
     is_difference = op.target in _DIFFERENCES
     if not (op.target in _SUMS or is_difference) or len(op.operands) != 1 or len(op.args) < 2:
         return None
-    value, kind = _exact(op.args[1]), graph.types[op.results[0]]
-    is_number = kind.shape == () and kind.dtype in ("float32", "float64") and graph.types[op.operands[0]] == kind
+    value, kind = _number(op.args[1]), graph.types[op.results[0]]
+    is_number = kind.shape == () and kind.dtype in _ROUNDED_FIRST and graph.types[op.operands[0]] == kind
     if value is None or not is_number or len(op.args) > 2 or op.kwargs:
+        return None
+    if abs(value) > torch.finfo(getattr(torch, kind.dtype)).max or not _is_rounded(value, kind.dtype):
         return None
     return value if is_difference else _SUMS[op.target] * value
 
@@ -69,7 +78,7 @@ def rewrite_created_like(graph: Graph) -> Graph:
             return
         kind = graph.types[op.results[0]]
         fill = _NEW[op.target] if op.target in _NEW else _LIKE[op.target]
-        value = _exact(op.args[-1]) if fill is None else fill
+        value = _number(op.args[-1]) if fill is None else fill
         if value is None or not _is_unlike(op, graph.types[op.operands[0]], kind):
             return
         number = bool(value) if kind.dtype == "bool" else value if kind.is_floating else int(value)
@@ -87,8 +96,8 @@ def _is_unlike(op: Op, given: TensorType, made: TensorType) -> bool:
     return len(given.shape) != len(made.shape) or all(a != b for a, b in zip(given.shape, made.shape, strict=True))
 
 
-def _exact(value: Arg) -> float | None:
-    """The number, if it is one that float32 has exactly."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+def _number(value: Arg) -> float | None:
+    """The number, if it is a finite one."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    return float(value) if torch.tensor(value, dtype=torch.float32).item() == value else None
+    return value if math.isfinite(value) else None

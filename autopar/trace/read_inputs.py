@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from autopar.errors import TraceError
 from autopar.trace import torch_recording
 from autopar.trace.signature import MOST_READ, CallForm, ReadValues, can_be_read, values_of
+from autopar.trace.unknown_numbers import Names
 
 __all__ = [
     "MOST_COMPUTED",
@@ -48,6 +49,8 @@ class ValueReadError(TraceError):
     """The places of the inputs that it follows from, if it follows from nothing else."""
     where: str = ""
     """The user's line."""
+    converted: tuple[Names, ...] = ()
+    """The names of the modules that made a number of a tensor by ``int(x)`` or the like."""
 
 
 def with_values(form: CallForm, tensors: Sequence[Tensor], error: ValueReadError) -> CallForm:

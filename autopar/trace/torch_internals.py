@@ -36,6 +36,7 @@ from autopar.objects.references import redirect
 
 __all__ = [
     "DATA_DEPENDENT",
+    "SYMBOLIC",
     "TORCH_DIRECTORY",
     "argument_names",
     "argument_source",
@@ -43,7 +44,6 @@ __all__ = [
     "below_autocast",
     "below_autograd",
     "clone_tree",
-    "custom_backwards",
     "fake_mode",
     "fake_parameter",
     "fake_tensor",
@@ -61,7 +61,6 @@ __all__ = [
     "is_plain_op",
     "is_wrapped_number",
     "overload",
-    "run_captured",
     "run_decompositions",
     "stays",
     "storage_key",
@@ -81,6 +80,8 @@ TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 DATA_DEPENDENT: tuple[type[BaseException], ...] = (
     GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
 )  # fmt: skip
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that a trace doesn't know
 
 
 def fake_mode(*, repeats: bool = True) -> FakeTensorMode:
@@ -377,7 +378,7 @@ def values_to_print(report: Callable[[], None]) -> Iterator[None]:
 
     def note_item(tensor: Tensor) -> Any:
         value = item(tensor)
-        if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
+        if isinstance(value, SYMBOLIC):
             report()
         return value
 
@@ -440,41 +441,6 @@ def argument_source(node: fx.Node) -> str:
 def is_wrapped_number(node: fx.Node) -> bool:
     """Whether an argument of one of Dynamo's graphs is a Python number that travels as a tensor."""
     return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
-
-
-def custom_backwards(module: fx.GraphModule) -> list[str]:
-    """The stack traces of the custom autograd functions in one of Dynamo's graphs and the graphs inside it."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    return [
-        str(node.meta.get("stack_trace") or "")
-        for graph in graphs
-        for node in graph.nodes
-        if is_higher_order(node.target) and node.target.name() == "autograd_function_apply"
-    ]
-
-
-def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run a graph of Dynamo's node by node; what is traced meanwhile takes over source lines and module paths.
-
-    What it checkpoints runs as it is: what to recompute is decided for the whole program.
-    """
-    with fx.traceback.preserve_node_meta():
-        return _Runner(module, garbage_collect_values=False).run(*args)
-
-
-class _Runner(fx.Interpreter):
-    """Runs the bodies of checkpointed regions in place; numbers may stand in for tensors that hold them."""
-
-    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target == "item" and isinstance(args[0], int | float):
-            return args[0]
-        return super().call_method(target, args, kwargs)
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_higher_order(target) and target.name() == "tag_activation_checkpoint":
-            body, *operands = args
-            return _Runner(body, garbage_collect_values=False).run(*operands)
-        return super().call_function(target, args, kwargs)
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

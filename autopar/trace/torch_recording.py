@@ -290,7 +290,7 @@ def _symbols_of(value: Any) -> set[str]:
     """The names of the numbers that depend on data in what an op gives: in a number, or in the sizes of a tensor."""
     leaves, _ = torch_internals.flatten(value)
     numbers = [part for x in leaves for part in (x.shape if isinstance(x, Tensor) else [x])]
-    symbolic = (part for part in numbers if isinstance(part, torch.SymInt | torch.SymFloat | torch.SymBool))
+    symbolic = (part for part in numbers if isinstance(part, torch_internals.SYMBOLIC))
     return {str(symbol) for part in symbolic for symbol in part.node.expr.free_symbols}
 
 
@@ -355,23 +355,28 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
 def truth_values(decide: Callable[[types.FrameType], bool | None]) -> Iterator[None]:
-    """Inside, a truth value that depends on data is what `decide` says of the frame that asks, if that is not None."""
+    """Inside, a truth value that depends on data is what `decide` says of the frame that asks, if that is not None.
 
-    def asking(ask: Callable[[Any], bool], is_unknown: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def truth(value: Any) -> bool:
-            answer = decide(sys._getframe(1)) if is_unknown(value) else None
-            return ask(value) if answer is None else answer
+    Also what ``torch.equal`` and ``torch.allclose`` say.
+    """
+
+    def asking(ask: Callable[..., bool], is_unknown: Callable[[Any], bool]) -> Callable[..., bool]:
+        def truth(*values: Any, **how: Any) -> bool:
+            answer = decide(sys._getframe(1)) if any(map(is_unknown, values)) else None
+            return ask(*values, **how) if answer is None else answer
 
         return truth
 
-    def is_unknown(tensor: Tensor) -> bool:
+    def is_unknown(value: object) -> bool:
         tracing = recorder()
-        return tracing is not None and tracing.node_of(tensor) is not None
+        return isinstance(value, Tensor) and tracing is not None and tracing.node_of(value) is not None
 
-    with (
-        patch.object(Tensor, "__bool__", asking(torch._C.TensorBase.__bool__, is_unknown)),
-        patch.object(
-            torch.SymBool, "__bool__", asking(torch.SymBool.__bool__, lambda value: not value.node.has_hint())
-        ),
-    ):
+    symbolic = asking(torch.SymBool.__bool__, lambda value: not value.node.has_hint())
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(Tensor, "__bool__", asking(torch._C.TensorBase.__bool__, is_unknown)))
+        patches.enter_context(patch.object(torch.SymBool, "__bool__", symbolic))
+        for name in ("equal", "allclose"):
+            patches.enter_context(patch.object(torch, name, asking(getattr(torch, name), is_unknown)))
+            method = getattr(torch._C.TensorBase, name)
+            patches.enter_context(patch.object(Tensor, name, asking(method, is_unknown)))
         yield

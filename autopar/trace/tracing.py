@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
-from autopar.errors import OutputError, TraceError
+from autopar.errors import AutoparError, OutputError, TraceError
 from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
 from autopar.plan import Decisions
@@ -47,6 +47,7 @@ from autopar.trace.read_inputs import ValueReadError, reading, with_values
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, call_form, make_flatten
 from autopar.trace.structure import Dropped, Structure, carried, walk
+from autopar.trace.unknown_numbers import Names, unknown_numbers
 
 __all__ = ["PASSES", "Traced", "normalize", "trace"]
 
@@ -197,16 +198,49 @@ def _casts_here(device_type: str) -> bool:
 def _capture(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], **how: Any
 ) -> tuple[Captured, Graph, CallForm]:
-    """The exported model, its graph, and the form with the inputs whose values had to be known."""
+    """The exported model, its graph, and the form with the inputs whose values had to be known.
+
+    Numbers that Python makes of tensors stay unknown if this is possible: else a check such as
+    ``int(labels.max()) < classes`` would need a plan for every batch.
+    """
+    try:
+        return _capture_once(model, form, tensors, how)
+    except ValueReadError as error:
+        if not error.converted:
+            return _capture_with_values(model, with_values(form, tensors, error), tensors, how, ())
+        first = error
+    try:
+        return _capture_with_values(model, form, tensors, how, first.converted)
+    except AutoparError:
+        return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
+
+
+def _capture_with_values(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any], modules: tuple[Names, ...]
+) -> tuple[Captured, Graph, CallForm]:
+    """The same where numbers stay unknown that one of `modules` makes of tensors, and others follow from values."""
+    keeps_unknown = bool(modules)
     while True:
         try:
-            captured = capture(model, form, tensors, **how)
-            if captured.changed:
-                again = capture(model, form, tensors, settings=captured.changed, **how)
-                captured = replace(captured, notes=(*captured.notes, *_notes_of_changes(captured, again)))
-            return captured, _convert(captured, form, tensors), form
+            with unknown_numbers(modules):
+                return _capture_once(model, form, tensors, how)
         except ValueReadError as error:
-            form = with_values(form, tensors, error)
+            known = {id(names) for names in modules}
+            new = [names for names in error.converted if id(names) not in known]
+            if keeps_unknown and new:
+                modules = (*modules, *new)
+            else:
+                form = with_values(form, tensors, error)
+
+
+def _capture_once(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any]
+) -> tuple[Captured, Graph, CallForm]:
+    captured = capture(model, form, tensors, **how)
+    if captured.changed:
+        again = capture(model, form, tensors, settings=captured.changed, **how)
+        captured = replace(captured, notes=(*captured.notes, *_notes_of_changes(captured, again)))
+    return captured, _convert(captured, form, tensors), form
 
 
 def _notes_of_changes(captured: Captured, again: Captured) -> list[str]:

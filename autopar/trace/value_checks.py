@@ -1,7 +1,8 @@
-"""Checks of values that do nothing but raise: ``if labels.max() >= size: raise ...``, ``assert (x > 0).all()``, and
-torch's own, ``torch._check(bool((x > 0).all()))`` and ``torch._assert_async``.
+"""Checks of values that do nothing but raise or log: ``if labels.max() >= size: raise ...``, ``assert (x > 0).all()``,
+``if x.isnan().any(): logger.warning(...)``, and torch's own, ``torch._check(bool((x > 0).all()))`` and
+``torch._assert_async``.
 
-A traced program has no values to check, and takes the way on which nothing is raised.
+A traced program has no values to check, and takes the way on which nothing is raised or logged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from autopar.trace import torch_recording
+from autopar.trace.logging_statements import only_log
 from autopar.trace.source_lines import is_users, user_line
 
 __all__ = ["passed_checks"]
@@ -29,7 +31,9 @@ Span = tuple[int | None, int | None, int | None, int | None]  # first line, last
 
 @contextmanager
 def passed_checks(note: Callable[[str], None]) -> Generator[None]:
-    """Inside, a truth value that only a check needs is the one with which nothing is raised; `note` gets its text."""
+    """Inside, a truth value that only a check needs is the one with which nothing is raised or logged; `note` gets its
+    text.
+    """
 
     def left_out(where: str) -> None:
         note(
@@ -53,14 +57,14 @@ def passed_checks(note: Callable[[str], None]) -> Generator[None]:
 
 @dataclass(frozen=True)
 class _Check:
-    """Where a check stands, and the truth value with which it raises nothing."""
+    """Where a check stands, and the truth value with which it does nothing."""
 
     where: str
     answer: bool
 
 
 def _check_at(frame: FrameType) -> _Check | None:
-    """The check of the user's that `frame` is deciding; None if more than raising depends on it."""
+    """The check of the user's that `frame` is deciding; None if more than raising or logging depends on it."""
     file = frame.f_code.co_filename
     if frame.f_code is torch_recording.ASSERT_CODE:
         return _Check(user_line(), True)
@@ -68,13 +72,20 @@ def _check_at(frame: FrameType) -> _Check | None:
         return None
     span = list(frame.f_code.co_positions())[frame.f_lasti // 2]  # instructions take two bytes
     for node in ast.walk(_parsed(frame)):
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_checks(node, span, frame)):
             answers = _answers(node, span)
             if len(answers) == 1:
                 return _Check(f"{file}:{node.lineno}", answers.pop())
         elif isinstance(node, ast.Call) and _is_checking(node) and _holds(node.args[0], span):
             return _Check(f"{file}:{node.lineno}", True)
     return None
+
+
+def _only_checks(branch: ast.If, span: Span, frame: FrameType) -> bool:
+    if isinstance(branch.body[-1], ast.Raise):
+        return True
+    is_at_hand = _holds(branch.test, span) or span == _span(branch)
+    return is_at_hand and not branch.orelse and only_log(branch.body, frame)
 
 
 def _is_checking(call: ast.Call) -> bool:
@@ -92,9 +103,13 @@ def _answers(check: ast.If | ast.Assert, span: Span) -> set[bool]:
     Before Python 3.12 the span is that of the whole statement.
     """
     parts = [*_parts(check.test, isinstance(check, ast.Assert))]
-    if span == (check.lineno, check.end_lineno, check.col_offset, check.end_col_offset):
+    if span == _span(check):
         return {answer for _, answer in parts}
     return {answer for part, answer in parts if _holds(part, span)}
+
+
+def _span(node: ast.stmt) -> Span:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 def _parsed(frame: FrameType) -> ast.AST:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import update_bn
 
 from autopar.errors import LossError
 from autopar.trace import LossFunction
@@ -109,6 +110,32 @@ def check_calls() -> None:
     with refused(LossError, r"tensor of shape \[8\]"):
         parallelize(Classifier(), (x,), loss_fn=nn.CrossEntropyLoss(reduction="none"), example_target=y)
     parallel(x, target=y).backward()
+
+
+def check_statistics(constraints: Sequence[str]) -> None:
+    """Those of batch norm are computed anew by calls without a target, between steps; none wants gradients."""
+    torch.manual_seed(0)
+    single, y = Classifier(), torch.randint(0, 10, (8,))
+    batches = [torch.randn(8, 16) for _ in range(3)]
+    parallel = parallelize(
+        copy.deepcopy(single), (batches[0],), loss_fn=functional.cross_entropy, example_target=y,
+        constraints=constraints,
+    )  # fmt: skip
+    for _ in range(2):
+        update_bn([(x, y) for x in batches], single)
+        update_bn([(x, y) for x in batches], parallel)
+        assert_near(state_of(parallel), state_of(single), GRADIENT_TOLERANCE)
+        with refused(LossError, "target is missing"):
+            parallel(batches[0])
+        expected, found = functional.cross_entropy(single(batches[0]), y), parallel(batches[0], target=y)
+        assert abs(found.item() - expected.item()) < 10 * LOSS_TOLERANCE * abs(expected.item())
+        found.backward()
+    with torch.no_grad():
+        assert error_of(parallel(batches[1]), single(batches[1])) < GRADIENT_TOLERANCE
+
+
+def test_two_ranks_update_batch_norm() -> None:
+    launch(2, partial(check_statistics, ("data=2",)), partial(check_statistics, ("pipeline=2",)))
 
 
 def test_two_ranks_refuse_calls_without_a_target() -> None:

@@ -1,5 +1,9 @@
 """Checks of values that do nothing but raise are left out, with notes; what more depends on stays an error."""
 
+import logging
+import math
+import warnings
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,114 @@ class CheckingShapes(Classes):
 def test_a_check_of_what_is_known_still_raises():
     with pytest.raises(ExampleInputsError, match="wrong width"):
         trace(CheckingShapes(), (X,), {})
+
+
+class CheckingNumbers(Classes):
+    def forward(self, x, labels=None):
+        if int(labels.max()) >= 4:
+            raise ValueError(f"label {int(labels.max())}, {float(x.max()):.1f}")
+        low, top = float(x.min()), int(x.max())
+        if not -100 <= low <= top < 1e6:
+            raise ValueError(f"{low} to {top}")
+        if math.isnan(low):
+            raise ValueError(f"{low} to {top}")
+        assert int(labels.min()) >= 0, f"label {int(labels.min())}"
+        if x.isnan().any().item():
+            raise ValueError
+        if not torch.allclose(x, x.flip(0)) and torch.equal(x, -x):
+            raise ValueError
+        if not isfinite(x.sum().item()):
+            raise ValueError
+        if math.isinf(x.sum()) or math.isinf(top):
+            raise ValueError
+        self.largest = float(x.max())
+        assert isinstance(self.scale, (int, float))
+        assert float("inf") == float(10**400 if self.scale > 1 else "inf")
+        return F.cross_entropy(self.linear(x) * float(self.scale) * int("1"), labels)
+
+
+def test_checks_of_numbers_that_python_makes_are_left_out():
+    plain = (int, float, math.isnan, isfinite)
+    model = CheckingNumbers()
+    model.scale = 0.5
+    traced = trace(model, (X, Y), {})
+    notes = [note for note in traced.program.notes if "this check of values is left out" in note]
+    text = Path(__file__).read_text().split("class CheckingNumbers")[1].split("return")[0]
+    assert len(notes) == text.count("        if ") + 1
+    ops = [op.target for layer in traced.program.layers for op in layer.ops]
+    assert ops == ["aten.linear.default", "aten.mul.Tensor", "aten.mul.Tensor", *ops[3:]]
+    assert not any("max" in op or "isnan" in op or "item" in op for op in ops), ops
+    assert plain == (int, float, math.isnan, isfinite)
+    assert not {"int", "float"} & globals().keys()
+    assert not traced.read_values  # the labels are others in every batch
+
+
+class ComputingNumbers(Classes):
+    def forward(self, x):
+        return (self.linear(x) * float(x.max())).sum()
+
+
+class CountingNumbers(Classes):
+    def forward(self, x):
+        size = int(x.sum())
+        if size > 100:
+            raise ValueError
+        return self.linear(x[:size]).sum()
+
+
+@pytest.mark.parametrize("model", [ComputingNumbers(), CountingNumbers()])
+def test_numbers_that_are_computed_with_are_refused_where_they_are_made(model):
+    with pytest.raises(TraceError, match="so the model is not one graph") as error:
+        trace(model, (X,), {})
+    line = int(str(error.value).split(":")[1])
+    assert "(x." in Path(__file__).read_text().splitlines()[line - 1]
+
+
+logger = logging.getLogger(__name__)
+
+
+class Logging(Classes):
+    def forward(self, x):
+        if not torch.isfinite(x).all():
+            print("not finite:", x.max().item(), f"{x.mean():.2f}")
+        if x.isnan().any() and self.training:
+            logger.warning("nan in %s rows of %s", int(x.isnan().any(-1).sum()), len(x))
+            warnings.warn("nan: {}".format(torch.isnan(x).sum()), stacklevel=2)  # noqa: UP032
+        return self.linear(x).sum()
+
+
+def test_what_is_only_logged_is_left_out():
+    traced = trace(Logging(), (X,), {})
+    assert len([note for note in traced.program.notes if "this check of values is left out" in note]) == 2
+    assert len([op for layer in traced.program.layers for op in layer.ops]) == 2
+
+
+class Otherwise(Classes):
+    def forward(self, x):
+        if x.isnan().any():
+            print("nan")
+        else:
+            x = x * 2
+        return self.linear(x).sum()
+
+
+class CountingWhatIsLogged(Classes):
+    def forward(self, x):
+        if x.isnan().any():
+            print(self.names.pop())
+        return self.linear(x).sum()
+
+
+class LoggingAndMore(Classes):
+    def forward(self, x):
+        if x.isnan().any():
+            print("nan")
+            x = x.nan_to_num()
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize("model", [Otherwise(), CountingWhatIsLogged(), LoggingAndMore()])
+def test_branches_that_do_more_than_log_are_refused(model):
+    model.names = ["a", "b"]
+    with pytest.raises(TraceError, match="so the model is not one graph"):
+        trace(model, (X,), {})

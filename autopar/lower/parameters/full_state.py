@@ -86,6 +86,8 @@ def whole_tensor(
 def fit_to_store(store: ParameterStore, communicator: Communicator, name: str, value: Any) -> Any:
     """An entry of a state dict as `load_state_dict` of this rank's parameters takes it."""
     stored = store.stored.get(name)
+    if isinstance(value, DTensor) and not value.dim() and stored is not None and value.device_mesh == store.device_mesh:
+        return store.wrap(name, local_tensor(value))  # torch copies numbers between equal meshes only
     if stored is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if tuple(value.shape) != stored.shape:
