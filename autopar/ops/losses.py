@@ -128,6 +128,11 @@ def _reduced_buffers(
     return Buffers(forward=0.0 if results[0].shape else whole, backward=backward * whole)
 
 
+def _entropy_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """binary_cross_entropy(x, target, weight): the gradient of a target is made of two logarithms."""
+    return _reduced_buffers(op, operands, results, trains, has_kernel, backward=int(trains[1]))
+
+
 def _logits_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """binary_cross_entropy_with_logits(x, target, weight, pos_weight): its log-sigmoids, their weights and the losses
     are there at once; backward the sigmoids (at::native, Loss.cpp, the same on all devices).
@@ -179,10 +184,13 @@ FAMILIES = (
         takes_expanded=True,
     ),
     OpFamily(
-        aten({"mse_loss smooth_l1_loss huber_loss": _elementwise(2), "binary_cross_entropy": _elementwise(3)}),
+        aten({"mse_loss smooth_l1_loss huber_loss": _elementwise(2)}),
         buffers=_reduced_buffers,
         fuses=True,
         takes_expanded=True,
+    ),
+    OpFamily(
+        aten({"binary_cross_entropy": _elementwise(3)}), buffers=_entropy_buffers, fuses=True, takes_expanded=True
     ),
     OpFamily(
         aten({"soft_margin_loss": _elementwise(2)}),

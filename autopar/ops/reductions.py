@@ -70,7 +70,7 @@ def _passed_totals(op: Op, operands: Types, *, back: int) -> tuple[KernelCollect
 def _running_family(target: str, kernel: str, back: int, count: int, remark: str = "") -> OpFamily:
     """`count` as in `_formula_buffers`: a cumsum's backward is ``grad.flip(dim).cumsum(dim).flip(dim)``."""
     kernels = {kernel: Kernel(partial(_passed_totals, back=back), is_on_one_axis=True)}
-    buffers = partial(_formula_buffers, count=count)
+    buffers = partial(_running_buffers, count=count)
     return OpFamily(aten({target: _running(kernel, remark)}), kernels=kernels, buffers=buffers)
 
 
@@ -86,6 +86,15 @@ def _formula_buffers(
     tensors in between (tests/ops/test_backward_buffers.py counts them).
     """
     return Buffers(backward=float(count * operands[0].num_bytes))
+
+
+def _running_buffers(
+    op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool, *, count: int
+) -> Buffers:
+    """With another dtype the operand is cast first, and the gradient last."""
+    is_cast = operands[0].dtype != results[0].dtype
+    cast = float(results[0].num_bytes) if is_cast else 0.0
+    return Buffers(forward=cast, backward=count * float(max(operands[0].num_bytes, results[0].num_bytes)) + cast)
 
 
 def _log_sum_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.planning.call_traces import trace_model
 from autopar.program import Op
 from autopar.trace.saves import Kept, SavesMeter
 from tests.ops.harness import as_op, sample, tensor_type
@@ -36,6 +37,16 @@ def test_kernels_of_torch_are_not_counted() -> None:
     assert kept("square", torch.randn(ROWS, WIDTH), needs=(True,)).temporaries == (0, 0)  # its record says it
 
 
+def test_a_norm_saves_no_wide_copy_where_one_kernel_runs_it() -> None:
+    x, weight = torch.randn(ROWS, WIDTH).bfloat16(), torch.ones(WIDTH).bfloat16()
+    assert kept("rms_norm", x, (WIDTH,), weight, needs=(True, True)) == Kept((0, 1), 4 * ROWS)
+
+
+def test_a_norm_with_a_weight_of_another_dtype_runs_as_several_ops() -> None:
+    x, weight = torch.randn(ROWS, WIDTH).bfloat16(), torch.ones(WIDTH)
+    assert kept("rms_norm", x, (WIDTH,), weight, needs=(True, True)).extra_bytes > 2 * x.nbytes
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -61,8 +72,6 @@ class _Gated(nn.Module):
 
 
 def test_a_custom_function_is_counted() -> None:
-    from autopar.planning.call_traces import trace_model
-
     traced = trace_model(_Gated(), {"x": torch.randn(ROWS, WIDTH)})
     ops: list[Op] = [op for layer in traced.program.layers for op in layer.ops if "_Gate" in op.target]
     assert len(ops) == 1
