@@ -5,9 +5,9 @@ while the call runs on tensors without memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class AllocationCount(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """`known` tensors are not counted."""
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.now = self.most = 0
         self._known: dict[int, weakref.ref[Any]] = {}
         self.know(known)
@@ -51,14 +51,15 @@ class AllocationCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, list | tuple) else (result,):
+        result: Any = func(*args, **(kwargs or {}))
+        made = cast("Sequence[Any]", result) if isinstance(result, list | tuple) else (result,)
+        for each in made:
             if isinstance(each, Tensor):
                 self._add(each)
-        return result
+        return cast("Any", result)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> Generator[None]:
         """Inside, ops count; `most` begins with what lives now."""
         self.most = self.now
         with self:
@@ -90,7 +91,8 @@ def backward_temporaries(count: AllocationCount, operands: Sequence[Tensor], res
     count.know(arriving)
     before = count.now
     with count.counting():
-        made = torch.autograd.grad(ends, leaves, arriving, allow_unused=True)
+        untyped: Any = torch.autograd  # whose annotation leaves out that a gradient may be None
+        made: Sequence[Tensor | None] = untyped.grad(ends, leaves, arriving, allow_unused=True)
     own = {torch_internals.storage_key(x): x.untyped_storage().nbytes() for x in made if x is not None}
     passed = set(map(torch_internals.storage_key, arriving))
     return max(0, count.most - before - sum(size for key, size in own.items() if key not in passed))
