@@ -206,7 +206,7 @@ def make_dtensor(
         shape=torch.Size(shape),
         stride=tuple(stride),
     )
-    return made if is_there and not is_number else dtensor_like(local.detach(), made)
+    return made if is_there else dtensor_like(local.detach(), made)
 
 
 def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
