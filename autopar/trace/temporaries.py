@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.trace import torch_internals
 
@@ -27,7 +26,7 @@ class Temporaries(NamedTuple):
     backward: int = 0
 
 
-class AllocationCount(TorchDispatchMode):
+class AllocationCount(torch_internals.TorchDispatchMode):
     """Counts the storages that ops inside make, while they live.
 
     Under a mode torch replaces some writes in place by copies, so that it may count more than runs later, never less.

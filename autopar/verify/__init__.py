@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.cluster import device_type_of
@@ -22,7 +23,7 @@ from autopar.lower.run.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.planning.arguments import check_materialized
 from autopar.planning.call_plans import CallPlanner
-from autopar.planning.call_traces import ExampleInputs, trace_model
+from autopar.planning.call_traces import ExampleInputs, as_call, trace_model
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
@@ -253,9 +254,13 @@ def check_finite(run: Run) -> None:
 def _eval_mode(
     model: nn.Module, traced: Traced, plan: Plan, batches: Sequence[ExampleInputs]
 ) -> tuple[CallPlanner | None, str]:
-    """A planner that has planned the calls in eval mode, or the reason why they are refused."""
+    """A planner that has planned the calls of `eval_outputs`, or the reason why they are refused."""
     try:
-        return planner_for(model, traced, plan, batches, keep_double_program), ""
+        planner = planner_for(model, traced, plan, batches, keep_double_program)
+        with torch.no_grad():
+            for batch in batches[1:]:  # of the first one, training is what `traced` is
+                planner(*as_call(batch), True)
+        return planner, ""
     except AutoparError as error:
         return None, str(error)
 
