@@ -28,6 +28,7 @@ from autopar.trace.covariances import written_covariances
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
+from autopar.trace.embedding_bags import written_embedding_bags
 from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
@@ -293,6 +294,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
                 patches.enter_context(traced_ctc_losses())
                 patches.enter_context(batch_first_attention())
+                patches.enter_context(written_embedding_bags())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note))
