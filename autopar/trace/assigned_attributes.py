@@ -9,7 +9,8 @@ be a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from autopar.errors import TraceError
 from autopar.objects.attribute_owners import is_plain, joined
 from autopar.trace import torch_recording
 from autopar.trace.attribute_reads import Reads
-from autopar.trace.model_outputs import Assignment
+from autopar.trace.model_outputs import Assignment, add_to
 from autopar.trace.structure import describe, move_leaves
 
 __all__ = ["AttributeWatch", "Changed"]
@@ -38,11 +39,11 @@ class AttributeWatch:
         modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
         self._owners = {path: vars(module) for path, module in modules}
         self._before = {path: dict(own) for path, own in self._owners.items()}
-        self._lists = {
-            (path, name): list(cast("list[Any]", value))
+        self._contents: dict[tuple[str, str], Any] = {
+            (path, name): copy.copy(value)
             for path, own in self._owners.items()
             for name, value in own.items()
-            if type(value) is list and name not in _NEVER
+            if type(value) in (list, dict) and name not in _NEVER
         }
         self._state = {id(x) for x in (*model.parameters(), *model.buffers())}
         self._reads = reads
@@ -68,12 +69,14 @@ class AttributeWatch:
             assigned.append(Assignment(path, name, move_leaves(structure, first + len(tensors)), is_added))
             tensors.extend(own)
 
-        for (path, name), before in self._lists.items():
+        for (path, name), before in self._contents.items():
             now: Any = self._owners[path].get(name)
-            if now is self._before[path][name] and len(now) > len(before) and _begins_with(now, before):
-                add(path, name, now[len(before) :], is_added=True)
-                self._reads.found.discard((path, name))
-                del now[len(before) :]
+            if now is self._before[path][name]:
+                if new := _added(now, before):
+                    add(path, name, new, is_added=True)
+                    self._reads.found.discard((path, name))
+                now.clear()
+                add_to(now, before)
         for path, name, before, now in self._set():
             is_read = (path, name) in self._reads.found
             if is_read and is_plain(before) and is_plain(now):
@@ -120,5 +123,11 @@ class AttributeWatch:
         return False  # such as None: that the next call finds something else is noticed before it runs
 
 
-def _begins_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return all(x is y for x, y in zip(now, before, strict=False))
+def _added(now: Any, before: Any) -> Any:
+    """What a list has at its end, or a dict, that was not there; of dicts only what is new in each call."""
+    if isinstance(now, list):
+        longer = cast("list[Any]", now)
+        is_longer = len(longer) > len(before) and all(x is y for x, y in zip(longer, before, strict=False))
+        return longer[len(before) :] if is_longer else []
+    new = {key: x for key, x in now.items() if before.get(key, _MISSING) is not x}
+    return new if torch_recording.depend_on_calls(describe(new)[1]) else {}

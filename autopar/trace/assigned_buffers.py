@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import torch_internals
+from autopar.objects.attribute_owners import joined
+from autopar.trace import torch_internals, torch_recording
 
 __all__ = ["written_assignments"]
 
@@ -39,8 +40,8 @@ def written_assignments(module: nn.Module) -> Generator[None]:
         owner = module.get_submodule(path)
         value: Any = getattr(owner, name, None)
         if value is not buffer:
-            _check(".".join(filter(None, (path, name))), buffer, value)
-            assigned.append((buffer, value))
+            if _is_of_its_form(joined(path, name), buffer, value, [*before.values()]):
+                assigned.append((buffer, value))
             setattr(owner, name, buffer)
     _write(assigned, [*before.values()])
 
@@ -59,13 +60,22 @@ def _write(assigned: Sequence[tuple[Tensor, Tensor]], buffers: Sequence[Tensor])
             buffer.copy_(value)
 
 
-def _check(name: str, buffer: Tensor, value: Any) -> None:
+def _is_of_its_form(name: str, buffer: Tensor, value: Any, buffers: Sequence[Tensor]) -> bool:
+    """Whether `value` has the shape and dtype of the buffer; a table that grows with the length may have others.
+
+    Such a table follows from nothing but `buffers`, so that each program can make its own.
+
+    Raises:
+        TraceError: it is nothing of this.
+    """
     if not isinstance(value, Tensor):
         given = f"{value!r:.80}"
-    elif (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+    elif (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+        return True
+    elif torch_recording.depend_on_calls([value], other_than=buffers):
         given = f"a tensor of {value.dtype} {list(value.shape)}"
     else:
-        return
+        return False
     raise TraceError(
         f"forward assigns {given} to the buffer {name}, a tensor of {buffer.dtype} {list(buffer.shape)}, but a program "
         "has fixed shapes: assign a tensor of the same shape and dtype, such as a buffer of the largest size"

@@ -11,18 +11,18 @@ from torch import nn
 from autopar.errors import OutputError
 from autopar.trace.structure import Leaf, Structure, rebuild, walk
 
-__all__ = ["Assignment", "ModelOutputs"]
+__all__ = ["Assignment", "ModelOutputs", "add_to"]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """An attribute that `forward` sets (``self.aux_loss = ...``), or a list that it adds to.
+    """An attribute that `forward` sets (``self.aux_loss = ...``), or a list or dict that it adds to.
 
     Args:
         path: of the module.
         name: of the attribute.
         structure: of the value; its tensors have places in the program's outputs.
-        is_added: the value is a list, which is added to the one that the attribute is.
+        is_added: the value is a list or dict, which is added to the one that the attribute is.
     """
 
     path: str
@@ -60,6 +60,12 @@ class ModelOutputs:
         for each in self.assigned:
             owner, value = root.get_submodule(each.path), rebuild(each.structure, entries)
             if each.is_added:
-                getattr(owner, each.name).extend(value)
+                add_to(getattr(owner, each.name), value)
             else:
                 setattr(owner, each.name, value)
+
+
+def add_to(container: Any, values: Any) -> None:
+    """Add to a list what is in another, or to a dict."""
+    add = getattr(container, "update", None) or container.extend
+    add(values)

@@ -318,23 +318,31 @@ def is_same_computation(one: Tensor, other: Tensor) -> bool:
     return all(slot is not None for slot in slots) and _are_equal(*(slot.proxy.node for slot in slots))
 
 
-def depend_on_calls(tensors: Sequence[Tensor], *, constants_too: bool) -> bool:
+def depend_on_calls(
+    tensors: Sequence[Tensor], *, constants_too: bool = False, other_than: Sequence[Tensor] = ()
+) -> bool:
     """Whether tensors of a trace under way follow from inputs, parameters, buffers or random numbers.
 
-    With `constants_too`, those that follow from other tensors that exist before the call do so, too.
+    With `constants_too`, those that follow from other tensors that exist before the call do so, too; those that follow
+    from `other_than`, which exist before it, don't.
     """
     mode = proxy_tensor.get_proxy_mode()
-    slots: list[Any] = [] if mode is None else [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in tensors]
-    waiting: list[fx.Node] = [slot.proxy.node for slot in slots if slot is not None]
+
+    def nodes_of(some: Sequence[Tensor]) -> list[fx.Node]:
+        slots: list[Any] = [] if mode is None else [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in some]
+        return [slot.proxy.node for slot in slots if slot is not None]
+
+    waiting = nodes_of(tensors)
     given = ("placeholder", "get_attr") if constants_too else ("placeholder",)
-    seen: set[fx.Node] = set()
+    seen = {node for node in nodes_of(other_than) if node.op == "placeholder"}
     while waiting:
         node = waiting.pop()
+        if node in seen:
+            continue
         if node.op in given or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return True
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
+        seen.add(node)
+        waiting.extend(node.all_input_nodes)
     return False
 
 

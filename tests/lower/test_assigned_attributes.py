@@ -25,7 +25,7 @@ INPUTS = {"x": torch.randn(8, 8).double(), "y": torch.randint(0, 4, (8,))}
 
 
 class Block(nn.Module):
-    """Sets a tensor, adds to a list, counts its calls, keeps a shape, and makes a mask once."""
+    """Sets a tensor, adds to a list and a dict, counts its calls, keeps a shape, and makes a mask once."""
 
     aux: Tensor
     mask: Tensor | None
@@ -34,6 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
         self.maps: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
         self.calls, self.mask = 0, None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,6 +44,7 @@ class Block(nn.Module):
         h = self.linear(self.norm(x)) * self.mask
         self.aux, self.width = h.square().mean(), x.shape[-1]
         self.maps.append(h)
+        self.kept["size"] = h.square().sum()
         return x + functional.gelu(h)
 
 
@@ -65,7 +67,7 @@ def train(model: Any) -> list[Tensor]:
         for block in model.blocks:
             block.maps.clear()
         loss = model(**INPUTS) + sum(0.1 * block.aux for block in model.blocks)
-        loss = loss + 0.01 * model.blocks[1].maps[0].square().sum()
+        loss = loss + 0.01 * model.blocks[1].maps[0].square().sum() + 0.01 * model.blocks[3].kept["size"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -90,7 +92,7 @@ def test_losses_of_what_modules_keep_are_those_of_one_device(constraints: tuple[
     plan = quick_search(traced.program, 2, SearchRequest(constraints=quick(constraints), schedules=schedule_actions))
     planner = call_planner(model, traced, plan)
     planner((), INPUTS, True, any_output=True)  # ranks are threads, and tracing is for one at a time
-    assert not any(block.maps or block.calls or hasattr(block, "aux") for block in model.blocks)
+    assert not any(block.maps or block.kept or block.calls or hasattr(block, "aux") for block in model.blocks)
     single = copy.deepcopy(model)
     expected = train(single)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import TraceError
+from autopar.planning.call_traces import trace_model
 
 
 class Stateful(nn.Module):
@@ -65,8 +66,20 @@ def test_assigned_buffers_are_updated(constraints: list[str]) -> None:
 def test_what_is_no_value_of_a_buffer_is_refused(given: int | None, message: str) -> None:
     class Other(Stateful):
         def forward(self, x: Tensor) -> Tensor:
-            self.average = None if given is None else torch.ones(1, dtype=torch.int64)  # type: ignore[assignment]
+            self.average = None if given is None else x[:1, 0].long()  # type: ignore[assignment]
             return self.linear(x).mean()
 
     with pytest.raises(TraceError, match=message):
         autopar.plan(Other(), autopar.Cluster.of("cpu", devices_per_node=2), {"x": torch.randn(8, 8)})
+
+
+def test_a_table_that_grows_is_made_in_each_program() -> None:
+    class Grown(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.average) < x.shape[1] + 2:
+                self.average = self.last.new_ones(x.shape[1] + 2) * 2
+            return (self.linear(x) * self.average[:8]).square().mean()
+
+    program = trace_model(Grown(), {"x": torch.randn(8, 8)}).program
+    assert not program.updates
+    assert [value.type.shape for value in program.values.values() if value.role == "constant"] == [(8,)]
