@@ -3,32 +3,83 @@
 Whoever reads them after a call finds what that call set, as on one device: they are outputs of the program.  Three
 kinds are not.  A value that forward makes once for all calls, as a mask of its length, is made anew in each program.
 A number that forward reads and changes would be another program in each call, so it stays as it is; that is said if the
-program is the same with both values, and refused otherwise.  A tensor that is passed on from one call to the next must
-be a buffer.
+program is the same with both values, and refused otherwise.  A tensor that a call reads, and the call before has set,
+must be a buffer, unless the program is the same with it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from autopar.errors import TraceError
-from autopar.objects.attribute_owners import is_plain, joined
+from autopar.objects.attribute_owners import is_plain
 from autopar.trace import torch_recording
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.model_outputs import Assignment, add_to
-from autopar.trace.structure import describe, move_leaves
+from autopar.trace.structure import Structure, describe, move_leaves, rebuild
 
 __all__ = ["AttributeWatch", "Changed"]
 
-Changed = tuple[str, str, Any, Any]
-"""A plain value that forward reads and changes: path of the module, attribute, before and after."""
+
+@dataclass(frozen=True)
+class Changed:
+    """An attribute that forward reads and sets.
+
+    Args:
+        path: of the module.
+        name: of the attribute.
+        before: a plain value, or what kind of value it was.
+        structure: of the value after it.
+        forms: shape and dtype of the tensors there.
+    """
+
+    path: str
+    name: str
+    before: Any
+    structure: Structure
+    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no tensors."""
+        return not self.forms
+
+    def value(self) -> Any:
+        """One like that after a forward, with numbers in tensors that are hardly those of before."""
+        return rebuild(self.structure, [torch.full(shape, 7, dtype=dtype) for shape, dtype in self.forms])
+
 
 _MISSING: Any = object()
 _NEVER = frozenset(vars(nn.Module()))
+
+
+class Found:
+    """What a forward has set.
+
+    Attributes:
+        assigned: attributes that are to be set after a call.
+        tensors: those in their values.
+        changed: attributes that were read before they were set.
+    """
+
+    def __init__(self, first: int) -> None:
+        """Nothing; `first` is the place of the first tensor."""
+        self.assigned: list[Assignment] = []
+        self.tensors: list[Tensor] = []
+        self.changed: list[Changed] = []
+        self._first = first
+
+    def add(self, path: str, name: str, value: Any, *, is_added: bool) -> None:
+        """Set the attribute to this, or add this to what it has."""
+        structure, tensors = describe(value)
+        moved = move_leaves(structure, self._first + len(self.tensors))
+        self.assigned.append(Assignment(path, name, moved, is_added))
+        self.tensors.extend(tensors)
 
 
 class AttributeWatch:
@@ -48,47 +99,42 @@ class AttributeWatch:
         self._state = {id(x) for x in (*model.parameters(), *model.buffers())}
         self._reads = reads
 
-    def restore(self, first: int) -> tuple[tuple[Assignment, ...], list[Tensor], tuple[Changed, ...]]:
-        """Set all attributes to what they were before.
+    def restore(self, first: int) -> Found:
+        """Set all attributes to what they were before, and say what they were set to.
 
-        Args:
-            first: how many tensors the program puts out before those of attributes.
-
-        Returns:
-            What had been assigned, its tensors, and which plain values that were read had changed.
-
-        Raises:
-            TraceError: a tensor is passed on from call to call.
+        `first` is how many tensors the program puts out before those of attributes.
         """
-        assigned: list[Assignment] = []
-        tensors: list[Tensor] = []
-        changed: list[Changed] = []
-
-        def add(path: str, name: str, value: Any, *, is_added: bool) -> None:
-            structure, own = describe(value)
-            assigned.append(Assignment(path, name, move_leaves(structure, first + len(tensors)), is_added))
-            tensors.extend(own)
-
+        found = Found(first)
         for (path, name), before in self._contents.items():
             now: Any = self._owners[path].get(name)
             if now is self._before[path][name]:
                 if new := _added(now, before):
-                    add(path, name, new, is_added=True)
+                    found.add(path, name, new, is_added=True)
                     self._reads.found.discard((path, name))
                 now.clear()
                 add_to(now, before)
         for path, name, before, now in self._set():
-            is_read = (path, name) in self._reads.found
-            if is_read and is_plain(before) and is_plain(now):
-                changed.append((path, name, before, now))
-            elif self._is_kept(now) and not self._is_made_once(path, name, before, now):
-                add(path, name, now, is_added=False)
+            self._note(found, path, name, before, now)
         for path, own in self._owners.items():
             before = self._before[path]
             for name in own.keys() - before.keys():
                 del own[name]
             own.update(before)
-        return tuple(assigned), tensors, tuple(changed)
+        return found
+
+    def _note(self, found: Found, path: str, name: str, before: Any, now: Any) -> None:
+        structure, tensors = describe(now)
+        is_read = (path, name) in self._reads.found
+        is_read |= before is _MISSING and (path, name) in self._reads.missing
+        if is_read and is_plain(before) and is_plain(now):
+            found.changed.append(Changed(path, name, before, structure, ()))
+        elif is_read and not torch_recording.depend_on_calls(tensors, constants_too=isinstance(before, Tensor)):
+            return  # made once, for all calls
+        elif is_plain(now) or (tensors and not any(id(x) in self._state for x in tensors)):
+            if is_read and not (is_plain(before) and before is not None):
+                forms = tuple((tuple(x.shape), x.dtype) for x in tensors)
+                found.changed.append(Changed(path, name, "None" if before is None else "other", structure, forms))
+            found.add(path, name, now, is_added=False)
 
     def _set(self) -> Iterable[tuple[str, str, Any, Any]]:
         for path, own in self._owners.items():
@@ -97,30 +143,6 @@ class AttributeWatch:
                 if now is before or name in _NEVER or (is_plain(now) and is_plain(before) and now == before):
                     continue
                 yield path, name, before, now
-
-    def _is_kept(self, value: Any) -> bool:
-        """Whether a script can find something in it: a plain value, or tensors that are no parameters or buffers."""
-        tensors = describe(value)[1]
-        return is_plain(value) or (bool(tensors) and not any(id(x) in self._state for x in tensors))
-
-    def _is_made_once(self, path: str, name: str, before: Any, now: Any) -> bool:
-        """Whether forward looks whether it is there, and makes it of nothing that differs between calls.
-
-        Raises:
-            TraceError: of something that does, so that later calls would find what the first one made.
-        """
-        is_read, was_missing = (path, name) in self._reads.found, (path, name) in self._reads.missing
-        tensors = describe(now)[1]
-        if not tensors or not (is_read or (was_missing and before is _MISSING)):
-            return False
-        if not torch_recording.depend_on_calls(tensors, constants_too=isinstance(before, Tensor)):
-            return True
-        if isinstance(before, Tensor) or was_missing:
-            raise TraceError(
-                f"forward reads {joined(path, name)!r} and sets it to a tensor that depends on the call, so that the "
-                "next call would read it, which a program can do with buffers only: register it with register_buffer"
-            )
-        return False  # such as None: that the next call finds something else is noticed before it runs
 
 
 def _added(now: Any, before: Any) -> Any:

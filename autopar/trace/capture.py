@@ -82,7 +82,7 @@ class Captured:
         notes: what the user should know.
         reads: attributes that the forward read, numbers and the like: path of the module, name.
         assigned: attributes that it set; their tensors come behind those that it returned.
-        changed: plain values that it read and changed.
+        changed: attributes that it read and then set.
     """
 
     exported: Functional
@@ -127,8 +127,9 @@ class _Wrapper(nn.Module):
         if not result:
             refuse_output(returned)
             raise OutputError(_no_tensors(self.records.outputs))
-        self.records.assigned, kept, self.records.changed = watch.restore(len(result))
-        return [*result, *kept]
+        found = watch.restore(len(result))
+        self.records.assigned, self.records.changed = tuple(found.assigned), tuple(found.changed)
+        return [*result, *found.tensors]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self.get_submodule(WRAPPED)
@@ -174,7 +175,7 @@ def capture(
 
     A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
-    have the values that a forward has changed them to.
+    have values like those that a forward has given them.
 
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
@@ -218,8 +219,8 @@ def _capture_once(
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
-    for path, name, _, value in settings:
-        setattr(wrapper.get_submodule(joined(WRAPPED, path) if path else WRAPPED), name, value)
+    for each in settings:
+        setattr(wrapper.get_submodule(joined(WRAPPED, each.path) if each.path else WRAPPED), each.name, each.value())
     with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
         wrapper.records.reads = reads
         exported = _export(wrapper, inputs, form)

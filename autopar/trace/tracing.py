@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.trace import (
     plain_numbers,
     rewrites,
 )  # fmt: skip
+from autopar.trace.assigned_attributes import Changed
 from autopar.trace.capture import Captured, capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -236,27 +238,41 @@ def _capture_with_values(
 def _capture_once(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any]
 ) -> tuple[Captured, Graph, CallForm]:
-    captured = capture(model, form, tensors, **how)
-    if captured.changed:
-        again = capture(model, form, tensors, settings=captured.changed, **how)
-        captured = replace(captured, notes=(*captured.notes, *_notes_of_changes(captured, again)))
+    captured = _with_changes(capture(model, form, tensors, **how), partial(capture, model, form, tensors, **how))
     return captured, _convert(captured, form, tensors), form
 
 
-def _notes_of_changes(captured: Captured, again: Captured) -> list[str]:
-    """What the user should know of plain attributes that forward changes; `again` was captured with their new values.
+def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) -> Captured:
+    """`captured`, if its program also stands for the calls after it, which find what forward has set.
 
     Raises:
-        TraceError: it is another program.
+        TraceError: it doesn't.
     """
-    changes = [f"{joined(path, name)!r} from {old!r} to {new!r}" for path, name, old, new in captured.changed]
-    text = f"forward reads and changes {', '.join(changes)}"
-    if not captured.exported.is_same(again.exported):
+
+    def is_same(settings: Sequence[Changed]) -> bool:
+        return captured.exported.is_same(capture_again(settings=settings).exported)
+
+    numbers = [each for each in captured.changed if each.is_plain]
+    tensors = [each for each in captured.changed if not each.is_plain]
+    notes: list[str] = []
+    if numbers:
+        changes = [f"{joined(each.path, each.name)!r} from {each.before!r} to {each.value()!r}" for each in numbers]
+        text = f"forward reads and changes {', '.join(changes)}"
+        if not is_same(numbers):
+            raise TraceError(
+                f"{text}, and computes something else then, but a program is the same in every call: change it outside "
+                "of the model before a call, which is then planned again, or keep it as a tensor in a buffer"
+            )
+        notes.append(f"{text}, which the program leaves as it is: it computes the same with both values")
+    reads = captured.reads
+    if tensors and is_same(tensors):
+        reads -= {(each.path, each.name) for each in tensors}
+    elif passed := [joined(each.path, each.name) for each in tensors if each.before != "None"]:
         raise TraceError(
-            f"{text}, and computes something else then, but a program is the same in every call: change it outside of "
-            "the model before a call, which is then planned again, or keep it as a tensor in a buffer"
+            f"forward reads {', '.join(map(repr, passed))}, and sets it to a tensor that depends on the call, which "
+            "the next call would read, as a program can do with buffers only: register it with register_buffer"
         )
-    return [f"{text}, which the program leaves as it is: it computes the same with both values"]
+    return replace(captured, notes=(*captured.notes, *notes), reads=reads)
 
 
 def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> Graph:

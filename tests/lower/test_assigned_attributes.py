@@ -25,22 +25,26 @@ INPUTS = {"x": torch.randn(8, 8).double(), "y": torch.randint(0, 4, (8,))}
 
 
 class Block(nn.Module):
-    """Sets a tensor, adds to a list and a dict, counts its calls, keeps a shape, and makes a mask once."""
+    """Sets a tensor, adds to a list and a dict, counts its calls, keeps a shape, makes a mask once,
+    and asks whether there was a call."""
 
     aux: Tensor
     mask: Tensor | None
+    last: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
         self.maps: list[Tensor] = []
         self.kept: dict[str, Tensor] = {}
-        self.calls, self.mask = 0, None
+        self.calls, self.mask, self.last = 0, None, None
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.mask is None:
             self.mask = torch.arange(8) < 6
+        if self.training or self.last is None:
+            self.last = x.detach().mean()
         h = self.linear(self.norm(x)) * self.mask
         self.aux, self.width = h.square().mean(), x.shape[-1]
         self.maps.append(h)
@@ -144,8 +148,8 @@ class FirstBatch(nn.Module):
     ("model", "message"),
     [
         (Cooling, "'temperature' from 1.0 to 0.9, and computes something else then"),
-        (Recurrent, "reads 'state' and sets it to a tensor that depends on the call"),
-        (FirstBatch, "reads 'mean' and sets it to a tensor that depends on the call"),
+        (Recurrent, "reads 'state', and sets it to a tensor that depends on the call"),
+        (FirstBatch, "reads 'mean', and sets it to a tensor that depends on the call"),
     ],
 )
 def test_what_later_calls_would_find_is_refused(model: type[nn.Module], message: str) -> None:
