@@ -18,7 +18,6 @@ __all__ = [
     "before_backward",
     "call_function",
     "edge_of",
-    "enter_graph",
     "gradients_of",
     "is_custom_node",
     "on_gradient",
@@ -34,24 +33,6 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, whose annotations are incomplete."""
     untyped: Any = function
     return untyped.apply(*args)
-
-
-def enter_graph(x: Tensor, leaf: Tensor) -> Tensor:
-    """The values of `x`, as a tensor whose gradient is that of `leaf`, which has its shape.
-
-    What autograd saves of the result keeps the memory of `x`; `leaf` does not, nor does whoever holds it.
-    """
-    return call_function(_Entrance, leaf, x)
-
-
-class _Entrance(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradients[0], None
 
 
 class _Refused(torch.autograd.Function):
