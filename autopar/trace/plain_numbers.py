@@ -13,6 +13,7 @@ import torch
 
 from autopar.program import Arg, Op, TensorType
 from autopar.trace.cleanup import bypass
+from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph
 from autopar.trace.rewrites import Writer, rewrite
 
@@ -32,14 +33,16 @@ def rewrite_number_terms(graph: Graph) -> Graph:
 
     Torch's own op rounds the number to the tensor's dtype in 32 and 64 bits, as a constant of it is.  In 16 bits its
     kernels for GPUs compute with the number itself, so only numbers that the dtype has exactly are made tensors.
+    Numbers beside what has no gradient, as in ``mask.sum() + 1e-6``, are part of no loss, but of what divides it.
     """
+    trained = differentiable(graph)
 
     def is_zero(op: Op) -> bool:
         return op.target in _SUMS and _term(op, graph) == 0.0
 
     def write(writer: Writer, op: Op) -> None:
         value = _term(op, graph)
-        if value is None:
+        if value is None or op.results[0] not in trained:
             return
         kind, x = graph.types[op.results[0]], op.args[0]
         if op.target in _DIFFERENCES:
