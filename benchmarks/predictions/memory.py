@@ -302,7 +302,11 @@ class Outcome:
 def measure(case: Case) -> Outcome:
     """Plan, train two steps on simulated ranks, and compare."""
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    model, inputs = (MODELS | HELD_OUT_MODELS)[case.model]()
+    return measure_model(case, *(MODELS | HELD_OUT_MODELS)[case.model]())
+
+
+def measure_model(case: Case, model: nn.Module, inputs: dict[str, Any]) -> Outcome:
+    """`measure` of a model that `case` only names."""
     traced = trace_model(model, inputs, dtype=read_dtype(case.precision))
     prices = ClusterPrices(Cluster.of("cpu", devices_per_node=case.world), None)
     training = training_spec(model, "adamw").on_device(prices.device)
