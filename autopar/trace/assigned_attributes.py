@@ -33,7 +33,7 @@ class Changed:
     Args:
         path: of the module.
         name: of the attribute.
-        before: a plain value, or what kind of value it was.
+        before: the value before it; an object of its own if there was none.
         structure: of the value after it.
         forms: shape and dtype of the tensors there.
     """
@@ -133,7 +133,7 @@ class AttributeWatch:
         elif is_plain(now) or (tensors and not any(id(x) in self._state for x in tensors)):
             if is_read and not (is_plain(before) and before is not None):
                 forms = tuple((tuple(x.shape), x.dtype) for x in tensors)
-                found.changed.append(Changed(path, name, "None" if before is None else "other", structure, forms))
+                found.changed.append(Changed(path, name, before, structure, forms))
             found.add(path, name, now, is_added=False)
 
     def _set(self) -> Iterable[tuple[str, str, Any, Any]]:

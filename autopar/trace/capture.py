@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.objects.attribute_owners import joined
 from autopar.objects.references import redirect
 from autopar.trace import export_shortcuts, torch_internals
 from autopar.trace.assigned_attributes import AttributeWatch, Changed
@@ -220,7 +219,7 @@ def _capture_once(
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
     for each in settings:
-        setattr(wrapper.get_submodule(joined(WRAPPED, each.path) if each.path else WRAPPED), each.name, each.value())
+        setattr(wrapper.get_submodule(WRAPPED).get_submodule(each.path), each.name, each.value())
     with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
         wrapper.records.reads = reads
         exported = _export(wrapper, inputs, form)

@@ -267,7 +267,7 @@ def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) ->
     reads = captured.reads
     if tensors and is_same(tensors):
         reads -= {(each.path, each.name) for each in tensors}
-    elif passed := [joined(each.path, each.name) for each in tensors if each.before != "None"]:
+    elif passed := [joined(each.path, each.name) for each in tensors if each.before is not None]:
         raise TraceError(
             f"forward reads {', '.join(map(repr, passed))}, and sets it to a tensor that depends on the call, which "
             "the next call would read, as a program can do with buffers only: register it with register_buffer"

@@ -101,29 +101,20 @@ def _asking(name: str) -> Callable[[Any], Any]:
     return question
 
 
-class _PlainInt(type):
+class _Builtin(type):
+    """Of a class that is taken for the builtin one which it is made of."""
+
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, builtins.int)
+        return isinstance(instance, cast("type", cls.__base__))
 
     def __eq__(cls, other: object) -> bool:
-        return other is cls or other is builtins.int
+        return other is cls or other is cls.__base__
 
     def __hash__(cls) -> int:
-        return hash(builtins.int)
+        return hash(cls.__base__)
 
 
-class _PlainFloat(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, builtins.float)
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is builtins.float
-
-    def __hash__(cls) -> int:
-        return hash(builtins.float)
-
-
-class _Int(int, metaclass=_PlainInt):
+class _Int(int, metaclass=_Builtin):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and _is_unknown(args[0]):
             return args[0].long().item()
@@ -132,7 +123,7 @@ class _Int(int, metaclass=_PlainInt):
         return builtins.int(*args, **kwargs)
 
 
-class _Float(float, metaclass=_PlainFloat):
+class _Float(float, metaclass=_Builtin):
     def __new__(cls, *args: Any) -> Any:
         if args and _is_unknown(args[0]):
             return args[0].double().item()
