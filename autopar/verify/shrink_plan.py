@@ -16,9 +16,10 @@ from torch import Tensor
 from autopar.lower.compat import leaves_of, map_leaves
 from autopar.placement import mesh_axes, refine_mesh
 from autopar.plan import Plan, Stage
+from autopar.program import Program
 from autopar.schedules import schedule_problem, stage_group
 
-__all__ = ["merge_stages", "most_pieces", "shrink_inputs", "shrink_plan"]
+__all__ = ["fewest_normalized", "merge_stages", "most_pieces", "shrink_inputs", "shrink_plan"]
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -104,6 +105,13 @@ def shrink_inputs(inputs: Inputs, multiple: int) -> Iterator[Inputs]:
         shrunk = _shorten_all(inputs, multiple, limit)
         if any(a.shape != b.shape for a, b in zip(_tensors(shrunk), _tensors(inputs), strict=True)):
             yield shrunk
+
+
+def fewest_normalized(program: Program) -> float:
+    """The fewest values of a channel that a batch norm of `program` takes statistics of; inf without batch norms."""
+    norms = [op for layer in program.layers for op in layer.ops if op.target == "autopar.batch_norm"]
+    inputs = [program.values[op.operands[0]].type for op in norms]
+    return min((x.num_elements // x.shape[1] for x in inputs), default=math.inf)
 
 
 def _shorten(x: Tensor, multiple: int, num_dims: int | None) -> Tensor:

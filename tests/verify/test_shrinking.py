@@ -1,7 +1,9 @@
 """Rehearsals are small: fewer devices, smaller batches, the same plan."""
 
+import importlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +151,39 @@ def test_a_model_of_few_modules_has_stages_if_they_are_asked_for() -> None:
     autopar.verify(model, plan, inputs)
     with pytest.raises(ConstraintError, match="stages of 4 layers"):
         autopar.plan(model, cluster, inputs, constraints=["pipeline=2", "stages=6"])
+
+
+class _Downsampled(nn.Module):
+    """A ResNet's stem and stages in small: every stage halves its input and normalizes it by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(self._stage(3 if i == 0 else 16) for i in range(4)))
+        self.head = nn.Linear(16, 8)
+
+    @staticmethod
+    def _stage(channels: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(channels, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.stages(images).mean((2, 3))), labels)
+
+
+def test_shrunken_batches_leave_enough_values_to_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, labels = _Downsampled(), torch.randint(8, (8,))
+    inputs = {"images": torch.randn(8, 3, 24, 24), "labels": labels}
+    cluster = autopar.Cluster.of("h100", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints=["data=2"])
+    shapes: list[tuple[int, ...]] = []
+    package = importlib.import_module("autopar.verify")
+    run_single = package.run_single
+
+    def record(model: nn.Module, batch: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(batch["images"].shape))
+        return run_single(model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(package, "run_single", record)
+    report = autopar.verify(model, plan, inputs)
+    assert shapes[0] == (8, 3, 24, 24)  # of 2 images the last batch norm would normalize 8 values, of 8 images 32
+    assert report.loss_error < 1e-14
