@@ -320,33 +320,38 @@ def _check_replicas(tensors: list[Tensor], name: str) -> None:
 
 
 class _KeepDouble(TorchFunctionMode):
-    """A mode in which results computed from `roots` (float64) are never cast to a narrower dtype.
+    """A mode in which results computed from `roots` are never cast to a floating dtype narrower than float64.
 
     Rounding would hide errors in models that compute a norm or a loss in float32 regardless of their parameters' dtype.
+    Integers are followed too, as models cast them: times of diffusion models are, before sines are taken of them.
     """
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
     def __init__(self, roots: Iterable[Any]) -> None:
         super().__init__()
-        self._wide: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._followed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         self._note(roots)
 
     def _note(self, tensors: Iterable[Any]) -> None:
         for x in tensors:
-            if isinstance(x, Tensor) and x.dtype == torch.float64:
-                self._wide[x] = True
+            if isinstance(x, Tensor) and (x.dtype == torch.float64 or not x.is_floating_point()):
+                self._followed[x] = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(x, Tensor) and x in self._wide for x in leaves_of((args, kwargs))):
+        followed = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x in self._followed]
+        if not followed:
             return func(*args, **kwargs)
         if func in self._CASTS:
-            return args[0]
-        args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
-        if not _writes(func):  # in-place ops may write to float32; some other ops need equal dtypes
-            args, kwargs = map_leaves(_widen_float, (args, kwargs))
-        result = func(*args, **kwargs)
+            result = args[0] if args[0].is_floating_point() else args[0].double()
+        elif func in (Tensor.to, Tensor.type) or any(x.is_floating_point() for x in followed):
+            args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
+            if not _writes(func):  # in-place ops may write to float32; some other ops need equal dtypes
+                args, kwargs = map_leaves(_widen_float, (args, kwargs))
+            result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._note(leaves_of(result))
         return result
 
@@ -369,14 +374,20 @@ def _widen_float(x: Any) -> Any:
 def keep_double_program(traced: Traced) -> Traced:
     """Return `traced` computing in float64; it still accepts inputs of its own dtypes.
 
-    Parameters, buffers, inputs and everything computed from them become float64, including casts between them, and so
-    do constants and casts of integers that are only read together with them.  Other results of constants or integers
-    keep their dtype, as they would in a model whose parameters are float64.
+    Parameters, buffers, inputs, casts of what is computed from them and everything floating that is computed from these
+    become float64, and so do constants and casts of integers that are only read together with them.  Other results of
+    constants or integers keep their dtype, as they would in a model whose parameters are float64.
     """
     program = traced.program
     wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
+    followed = set(wide)  # also what is computed of integers, as in `_KeepDouble`
     for op in _all_ops(program):
-        if any(name in wide and program.values[name].type.is_floating for name in op.operands):
+        if followed.isdisjoint(op.operands):
+            continue
+        followed.update(op.results)
+        if _is_cast_of_integers(op, program) or any(
+            name in wide and program.values[name].type.is_floating for name in op.operands
+        ):
             wide.update(op.results)
     adapted = _only_read_with(program, wide)
     wide |= adapted
