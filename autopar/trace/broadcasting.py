@@ -1,5 +1,7 @@
 """Passes that keep masks as small as they are: nothing is repeated that its readers would repeat themselves.
 
+And what is repeated from one row (``self.cls_token.repeat(batch, 1, 1)``) is expanded, which splits by these rows.
+
 Models build the mask of a padded batch in steps: what each sample pads, [batch, 1, 1, keys], "and" what every query may
 see, [1, 1, queries, keys].  Where the latter is everything, as in an encoder, the mask needs no queries.
 """
@@ -16,8 +18,51 @@ from autopar.trace.constants import Evaluator, broadcast_shape, constant_cone
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, Names
 from autopar.trace.masks import ATTENTION, decisive_operand
+from autopar.trace.rewrites import Writer, rewrite
 
-__all__ = ["delay_expansions", "drop_neutral_masks"]
+__all__ = ["delay_expansions", "drop_neutral_masks", "expand_single_rows"]
+
+
+def expand_single_rows(graph: Graph) -> Graph:
+    """Let ``repeat`` and ``repeat_interleave`` of dims that have one entry be ``expand``; other dims are repeated after
+    it.
+    """
+    strided: set[str] = set()
+
+    def write(writer: Writer, op: Op) -> None:
+        times = _repetitions(op, writer)
+        if times is None:
+            return
+        source, result = writer.type_of(op.args[0]), graph.types[op.results[0]]
+        own = (*(1 for _ in range(len(times) - len(source.shape))), *source.shape)
+        if not any(size == 1 < count for size, count in zip(own, times, strict=True)):
+            return
+        shape = tuple(count if size == 1 else size for size, count in zip(own, times, strict=True))
+        rest = tuple(1 if size == 1 else count for size, count in zip(own, times, strict=True))
+        if set(rest) == {1}:
+            strided.update(op.results)
+            writer.add("aten.expand.default", (op.args[0], shape), op.results[0])
+            return
+        expanded = writer.add("aten.expand.default", (op.args[0], shape), replace(result, shape=shape))
+        writer.add("aten.repeat.default", (expanded, rest), op.results[0])
+
+    written = rewrite(graph, write)
+    return replace(written, strided=written.strided | strided)
+
+
+def _repetitions(op: Op, writer: Writer) -> tuple[int, ...] | None:
+    """How many times `op` repeats each dim of its result; None: it does something else, or repeats rows one by one."""
+    if op.target not in ("aten.repeat.default", "aten.tile.default", "aten.repeat_interleave.self_int"):
+        return None
+    shape = writer.type_of(op.args[0]).shape
+    if op.target != "aten.repeat_interleave.self_int":
+        times = op.args[1] if isinstance(op.args[1], tuple) else ()
+        counts = tuple(count for count in times if isinstance(count, int))
+        return (1,) * (len(shape) - len(times)) + counts if len(counts) == len(times) else None
+    count, dim = op.args[1], argument(op, 2, "dim")
+    if not isinstance(count, int) or not isinstance(dim, int) or shape[dim] != 1:
+        return None
+    return tuple(count if axis == dim % len(shape) else 1 for axis in range(len(shape)))
 
 
 def drop_neutral_masks(graph: Graph) -> Graph:

@@ -101,6 +101,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     rewrites.rewrite_losses,
     rewrites.rewrite_means,
     plain_numbers.rewrite_number_terms,
+    broadcasting.expand_single_rows,
     merged_rows.keep_rows_apart,
     cleanup.drop_identities,
     cleanup.drop_aliases,

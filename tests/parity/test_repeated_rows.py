@@ -1,0 +1,51 @@
+"""A row that is repeated for every sample (class tokens, registers, queries) splits by samples."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+
+ROWS, TOKENS, WIDTH = 4, 4, 16
+
+
+class _Tokens(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.registers = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+        self.query = nn.Parameter(torch.randn(1, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def added(self, rows: int) -> Tensor:
+        match self.way:
+            case "repeat":
+                return self.registers.repeat(rows, 1, 1)
+            case "repeat_interleave":
+                return self.registers.repeat_interleave(rows, dim=0)
+            case "tile":
+                return torch.tile(self.query, (rows, TOKENS, 1))
+            case "new dims":
+                return self.query.repeat(rows, 1)[:, None]
+            case "other dims, too":
+                return self.registers.repeat(rows, 1, 2)[:, :, ::2]
+            case "normalized":
+                repeated = self.query[:, None].repeat(rows, 2, 2, 1).flatten(1, 2)
+                return repeated / repeated.norm(dim=-1, keepdim=True)
+        raise AssertionError(self.way)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.linear(x + self.added(len(x))).mean(1), target)
+
+
+WAYS = ("repeat", "repeat_interleave", "tile", "new dims", "other dims, too", "normalized")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_repeated_rows_split_by_microbatches(way: str) -> None:
+    torch.manual_seed(0)
+    model = _Tokens(way)
+    inputs = {"x": torch.randn(ROWS, TOKENS, WIDTH), "target": torch.randn(ROWS, WIDTH)}
+    cluster = autopar.Cluster.of("h100", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints=["data=2", "microbatches=2"])
+    assert autopar.verify(model, plan, inputs, steps=2).loss_error < 1e-14
