@@ -48,9 +48,10 @@ class _Observer(fx.Interpreter):
                 on_gradient(result, lambda gradient: self._record_gradient(name, gradient))
         return result
 
-    def _record_gradient(self, name: str, gradient: Tensor) -> None:
-        # A split backward may run the hook twice; the first gradient is the whole one.
-        self._observed.gradients.setdefault(name, gradient.detach().clone())
+    def _record_gradient(self, name: str, gradient: Tensor | None) -> None:
+        # A split backward may run the hook twice; the first gradient is the whole one.  None: no gradient came here.
+        if gradient is not None:
+            self._observed.gradients.setdefault(name, gradient.detach().clone())
 
 
 def observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> list[Observed]:
