@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.linalg import vector_norm as length
 
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import run_backward
 from autopar.planning.call_traces import trace_model
 from autopar.trace import Traced
+from autopar.verify.differences import relative_error
 from autopar.verify.rehearsal import Run, join_runs, run_ranks
 from tests.zoo import forced_plan
 
@@ -70,7 +70,7 @@ def alone(dtype: torch.dtype) -> Gradients:
 
 
 def errors(found: Gradients, expected: Gradients) -> dict[str, float]:
-    return {n: (length(found[n] - g) / length(g)).item() for n, g in expected.items() if g.any()}
+    return {n: relative_error(g, found[n]) for n, g in expected.items() if g.any()}
 
 
 @pytest.mark.slow_after(1)
