@@ -218,8 +218,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     chosen = plan
     setup = replace(setup, training=setup.training.by(plan.decisions))
     watch_optimizers(model.parameters())
-    module = agree(
-        group,
+    module = _agree_before_groups(
+        communicator,
         lambda: build(
             model,
             traced,
@@ -339,6 +339,12 @@ def _prepare(
         )
     trace_s = time.perf_counter() - started
     return replace(setup, dtype=dtype, memory_bytes=memory_bytes, training=training, trace_s=trace_s), traced
+
+
+def _agree_before_groups(communicator: ProcessGroupCommunicator, make: Callable[[], ParallelModule]) -> ParallelModule:
+    """What `make` makes on every rank; a rank that raises meets the others before they open groups for its axes."""
+    with communicator.preparing_later():
+        return agree(communicator.process_group, make)
 
 
 def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tensor) -> Draws | None:

@@ -41,6 +41,7 @@ from autopar.errors import (
     TraceError,
 )
 from autopar.lower.compat import make_mesh
+from autopar.lower.parameters import store
 from autopar.planning import mesh_cluster
 from tests.end_to_end.harness import (
     OPTIMIZERS,
@@ -237,6 +238,26 @@ def check_full_cache(cache: str) -> None:
     said = [str(each.message) for each in caught if cache in str(each.message)]
     assert len(said) == (dist.get_rank() == 0), said
     assert all("measurements are not kept" in text and "No space left on device" in text for text in said)
+
+
+def check_a_rank_without_memory() -> None:
+    """One rank's device is too full for its parameters: no rank waits for it where they open process groups."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(store, "copy_skeleton", fail)
+        started = time.perf_counter()
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 20 GiB"):
+            parallelize(Linear(), (X,), constraints=("tensor=2", "data=2"))
+    assert time.perf_counter() - started < SOON_S
+    parallelize(Linear(), (X,), constraints=("tensor=2", "data=2"))(X).backward()
+
+
+def test_a_rank_without_memory() -> None:
+    launch(4, check_a_rank_without_memory, timeout_s=60)
 
 
 def test_models_ranks_and_meshes(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +76,7 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _AxisGroup] = {}
         self._opens_world = self._is_gloo  # what a failed step leaves there would meet other collectives of the caller
+        self._later: list[Axis] | None = None  # while groups are not to be opened: whose
         self._is_traced = False
         self._host_group: dist.ProcessGroup | None = None  # for numbers, where the devices have another backend
         settle_gloo_at_exit()
@@ -92,8 +94,24 @@ class ProcessGroupCommunicator(Communicator):
     def prepare(self, axes: Iterable[Axis]) -> None:
         """See `Communicator.prepare`."""
         for axis in axes:
-            if axis.size > 1:
+            if self._later is not None:
+                self._later.append(axis)
+            elif axis.size > 1:
                 self._group(axis)
+
+    @contextmanager
+    def preparing_later(self) -> Generator[None]:
+        """Inside, `prepare` only notes axes, whose groups are opened at the end unless something was raised.
+
+        Ranks wait for each other where they open a group, so one that fails before would leave the others there.
+        """
+        later: list[Axis] = []
+        self._later = later
+        try:
+            yield
+        finally:
+            self._later = None
+        self.prepare(later)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
