@@ -74,9 +74,8 @@ class Wrapper(nn.Module):
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator: Any = torch.Generator()
-    generator.manual_seed(number)
-    ids = torch.randint(0, 32, (2, 8, 6), generator=generator)
+    torch.manual_seed(number)
+    ids = torch.randint(0, 32, (2, 8, 6))
     return ids[0], ids[1]
 
 
