@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -13,10 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    _get_model_state_dict,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -33,7 +28,6 @@ __all__ = [
     "ModuleTables",
     "after_backward",
     "allow_anomaly_detection",
-    "asked_for_whole_state",
     "can_part",
     "dtensor_like",
     "foreach_norm",
@@ -64,6 +58,7 @@ __all__ = [
     "renamed_mesh",
     "scale_in_place",
     "set_local_tensor",
+    "state_calls_by",
     "storage_key",
     "stride_as_parts",
     "takes_device",
@@ -453,15 +448,13 @@ def functional_wait(x: Tensor) -> Tensor:
     return _functional.wait_tensor(x)
 
 
-def asked_for_whole_state() -> StateDictOptions | None:
-    """The options with which torch's `get_model_state_dict` asks the caller for a state to make whole, if it does.
+_state_dict: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
 
-    It gathers the DTensors that it gets, and so it can't know of parameters that this rank has no elements of.
+
+def state_calls_by(runs: Mapping[str, Callable[..., Any]]) -> None:
+    """From now on ``get_model_state_dict`` and the like of torch.distributed.checkpoint call ``runs[name](own, ...)``
+    for the function `name` of their module, `own` being torch's.
     """
-    frame = inspect.currentframe()
-    asking = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    del frame  # it would hold itself
-    if asking is None or asking.f_code is not inspect.unwrap(_get_model_state_dict).__code__:
-        return None
-    options: Any = asking.f_locals["info"]
-    return options if options.full_state_dict else None
+    for name, run in runs.items():
+        own = getattr(_state_dict, name)
+        setattr(_state_dict, name, functools.update_wrapper(functools.partial(run, own), own))

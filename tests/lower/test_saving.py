@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.compat import leaves_of
 from autopar.plan import Plan
 from autopar.trace import Traced, trace
 from tests.lower.runs import build
@@ -80,6 +82,25 @@ def test_the_whole_state_that_torch_gathers_has_all_stages() -> None:
     for state in on_ranks("llama", plans(traced)[1], gather):
         assert state.keys() == expected.keys()
         assert all(torch.equal(x, expected[name]) for name, x in state.items())
+
+
+def test_what_async_save_stages_are_the_ranks_parts() -> None:
+    """Of a parameter it was plain memory that nobody had written to; with stages, ranks waited for each other."""
+
+    def stage(parallel: Any) -> None:
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        for state in (parallel.state_dict(), get_optimizer_state_dict(parallel, optimizer)["state"]):
+            tensors: list[Any] = [x for x in leaves_of(state) if isinstance(x, DTensor)]
+            staged = StateDictStager(pin_memory=False, share_memory=False).stage(tensors)
+            assert all(type(x) is DTensor for x in staged)
+            for x, copied in zip(tensors, staged, strict=True):
+                assert copied.placements == x.placements
+                assert copied.shape == x.shape
+                assert torch.equal(copied.to_local(), x.to_local())
+                assert copied.to_local().data_ptr() != x.to_local().data_ptr()
+
+    for plan in plans(traced_model("plain_gpt")[2]):
+        on_ranks("plain_gpt", plan, stage)
 
 
 def test_a_whole_file_on_one_rank(tmp_path: Path) -> None:

@@ -27,7 +27,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import MeshError
-from autopar.lower.compat import allow_anomaly_detection, functions_by, local_part_of, map_leaves, native_functions
+from autopar.lower.compat import (
+    allow_anomaly_detection,
+    dtensor_like,
+    functions_by,
+    local_part_of,
+    local_tensor,
+    map_leaves,
+    native_functions,
+)
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import (
     copy_deeply,
@@ -60,7 +68,7 @@ _torch: Any = torch
 _FACTS = QUESTIONS | {
     _tensor.grad.__get__, _tensor.requires_grad.__set__, _tensor.is_leaf.__get__, _tensor.grad_fn.__get__,
     _tensor.requires_grad_, _tensor.is_contiguous, _tensor.register_hook, _tensor.__hash__, _tensor.__repr__,
-    _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad,
+    _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad, _tensor.data_ptr,
 }  # fmt: skip
 """Functions that read or set properties that a slice shares with its whole; optimizers call these most often."""
 _WHOLE = frozenset({
@@ -244,6 +252,16 @@ def _replicated(x: Any) -> Any:
     return untyped.redistribute(untyped.device_mesh, whole)
 
 
+def _new_empty(call: FunctionCall) -> Any:
+    """Memory for the tensor's own shape is laid out as it is: ``dcp.async_save`` puts a copy of each part there."""
+    x, sizes = call.args[0], call.args[1:] or (call.kwargs["size"],)
+    size = sizes if isinstance(sizes[0], int) else sizes[0]
+    if tuple(size) != tuple(x.shape) or call.kwargs.get("requires_grad"):
+        return _on_whole(call)
+    options, part = {name: value for name, value in call.kwargs.items() if name != "size"}, local_tensor(x)
+    return dtensor_like(part.new_empty(part.shape, **options), x)
+
+
 def _format(call: FunctionCall) -> str:
     x, spec = call.args
     return format(x.item(), spec) if x.dim() == 0 else call.natively()
@@ -280,6 +298,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.__format__: _format,
     _tensor.__reduce_ex__: refuse_file,
     _tensor.__deepcopy__: copy_deeply,
+    _tensor.new_empty: _new_empty,
     _tensor.backward: _backward,
     _torch.autograd.grad: _gradients,
     _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,

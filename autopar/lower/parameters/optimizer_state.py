@@ -14,32 +14,35 @@ from autopar.errors import ModelError, OptimizerError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.full_state import SAVE_INSTEAD
 from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole, stage_state, stages_of
+from autopar.lower.parameters.other_stages import is_elsewhere
 
-__all__ = ["fit_loaded_state", "refuse_file", "whole_optimizer_state"]
+__all__ = ["drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "refuse_file", "whole_optimizer_state"]
 
 # The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
 _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
-def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole plain tensors, of all pipeline stages; every rank calls it.
+def whole_optimizer_state(optimizer: Optimizer, given: dict[str, Any], *, keeps: bool, on_host: bool) -> dict[str, Any]:
+    """The ``state_dict()`` of an optimizer with whole plain tensors, of all pipeline stages; every rank calls it.
 
     Args:
         optimizer: any.
-        keeps: this rank gets it, others an empty dict.
+        given: its ``state_dict()``.
+        keeps: this rank gets it, others tensors without elements in the place of its tensors.
         on_host: its tensors are copied to the CPU, one after the other.
     """
 
     def whole(x: Any) -> Any:
         if isinstance(x, DTensor) and is_known(x):
             x = read_whole(x)
-        if not isinstance(x, Tensor) or not keeps:
-            return None if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        if not keeps:
+            return torch.empty(0)
         return x.detach().to("cpu" if on_host else x.device, copy=True)
 
     with torch.no_grad():
-        given = optimizer.state_dict()
-        states, own = given["state"], dict[Any, Any]()
+        states, own = dict(given["state"]), dict[Any, Any]()
         for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             state = states.pop(place, None)
             if isinstance(parameter, DTensor) and stages_of(parameter) is not None:
@@ -47,7 +50,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
             own |= {} if state is None else {place: map_leaves(whole, state)}
         rest = {name: map_leaves(whole, x) for name, x in given.items() if name != "state"}
         own |= map_leaves(whole, states)  # what is there of no parameter
-    return {"state": own, **rest} if keeps else {}
+    return {"state": own, **rest}
 
 
 def fit_loaded_state(optimizer: Optimizer) -> None:
@@ -75,6 +78,21 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
         for name, x in own.items():
             if type(x) is Tensor and _is_like(x, parameter) and name in by_element:
                 own[name] = laid_as(x, parameter)
+
+
+def own_optimizer_state(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """The ``state_dict()`` of an optimizer, `given`, without what it has for parameters of other pipeline stages, as
+    when a state of all stages was loaded.
+    """
+    places = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    others = {place for place, parameter in places if is_elsewhere(parameter)}
+    return {**given, "state": {place: x for place, x in given["state"].items() if place not in others}}
+
+
+def drop_elsewhere(optimizer: Optimizer) -> None:
+    """Forget what was loaded for parameters of other pipeline stages."""
+    for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
+        del optimizer.state[parameter]
 
 
 def _is_like(x: Any, parameter: Tensor) -> bool:

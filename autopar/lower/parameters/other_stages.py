@@ -30,7 +30,10 @@ from autopar.lower.compat import (
 )
 from autopar.placement import Axis, Layout, sharded_axes
 
-__all__ = ["StageTensors", "are_across_stages", "empty_part", "holders_of", "is_elsewhere", "layout_of", "note_holders"]
+__all__ = [
+    "StageTensors", "TensorForm", "are_across_stages", "empty_part", "holders_of", "is_elsewhere", "layout_of",
+    "note_holders", "share_object",
+]  # fmt: skip
 
 _HOLDERS = "autopar_holders"
 """The attribute of a DTensor that is the device groups that have parts of it: ranks of other groups know it, too."""
@@ -70,8 +73,8 @@ def are_across_stages(tensors: Sequence[Tensor]) -> bool | None:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """Of a tensor that another rank has."""
+class TensorForm:
+    """The form of a tensor that another rank has."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,6 +86,16 @@ class _Form:
         if not isinstance(x, Tensor):
             return x
         return cls(tuple(x.shape), x.dtype, x.device.type == "cpu" and not isinstance(x, DTensor))
+
+
+def share_object(own: Any, axis: Axis, owner: int, communicator: Communicator) -> Any:
+    """What the rank with coordinate `owner` on `axis` has, on every rank of it; every rank calls it."""
+    text = pickle.dumps(own)
+    length = communicator.broadcast(torch.tensor(len(text), device=communicator.device), axis, owner)
+    padded = bytearray(text.ljust(int(length), b"\0")[: int(length)])
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(communicator.device)
+    came: Any = communicator.broadcast(sent, axis, owner).cpu()
+    return pickle.loads(bytes(came.tolist()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,17 +114,17 @@ class StageTensors:
 
     def whole(self, x: DTensor) -> Tensor:
         """The whole plain tensor, from the first device group that has parts of it."""
-        return self._shared(_Form.of(x), None if is_elsewhere(x) else x, self._holder(x))
+        return self._shared(TensorForm.of(x), None if is_elsewhere(x) else x, self._holder(x))
 
     def state(self, own: Any, parameter: DTensor) -> Any:
         """What an optimizer has of a parameter where that has parts, with whole plain tensors; `own` is this rank's."""
         owner, is_here = self._holder(parameter), not is_elsewhere(parameter)
-        form = self._object(map_leaves(_Form.of, own), owner)
+        form = share_object(map_leaves(TensorForm.of, own), self.axis, owner, self.communicator)
         leaves: Iterator[Any] = iter(leaves_of(own) if is_here else ())
 
         def shared(entry: Any) -> Any:
             x = next(leaves, None)
-            return self._shared(entry, x, owner) if isinstance(entry, _Form) else entry
+            return self._shared(entry, x, owner) if isinstance(entry, TensorForm) else entry
 
         return map_leaves(shared, form)
 
@@ -121,7 +134,7 @@ class StageTensors:
         first = torch.tensor(-float(place), device=self.communicator.device)
         return -int(self.communicator.all_reduce(first, self.axis, "max"))
 
-    def _shared(self, form: _Form, x: Tensor | None, owner: int) -> Tensor:
+    def _shared(self, form: TensorForm, x: Tensor | None, owner: int) -> Tensor:
         """The whole of a tensor of this form that a device group has; `x` is this rank's, None where there is none."""
         talk = self.communicator
         if isinstance(x, DTensor):
@@ -132,15 +145,6 @@ class StageTensors:
             whole = torch.empty(form.shape, dtype=form.dtype, device=talk.device)
         whole = talk.broadcast(whole, self.axis, owner)
         return whole.cpu() if form.is_on_host else whole
-
-    def _object(self, own: Any, owner: int) -> Any:
-        """An object that a device group has, on every rank."""
-        talk, text = self.communicator, pickle.dumps(own)
-        length = talk.broadcast(torch.tensor(len(text), device=talk.device), self.axis, owner)
-        padded = bytearray(text.ljust(int(length), b"\0")[: int(length)])
-        sent = torch.frombuffer(padded, dtype=torch.uint8).to(talk.device)
-        came: Any = talk.broadcast(sent, self.axis, owner).cpu()
-        return pickle.loads(bytes(came.tolist()))
 
     def largest(self, x: Tensor) -> Tensor:
         """Entry by entry, the largest of the plain tensors that the stages have."""

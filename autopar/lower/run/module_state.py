@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,12 +11,12 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import asked_for_whole_state
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
@@ -40,6 +41,7 @@ class ModuleState(nn.Module):
     _store: ParameterStore
     _executor: Executor
     _gradient_norm: GradientNorm
+    _asking: StateDictOptions | None = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files.
@@ -47,9 +49,31 @@ class ModuleState(nn.Module):
         With pipeline stages it has no entry for parameters of other stages, unless it is asked for by torch's
         ``get_model_state_dict`` with ``full_state_dict=True``, which then gives all of them.
         """
-        options = asked_for_whole_state() if self._executor.stages.is_pipeline else None
-        if options is not None:
-            return self.full_state_dict(0 if options.cpu_offload else None)
+        options = self._asking
+        if options is None:
+            return self._own_state(args, kwargs)
+        if options.full_state_dict:
+            state = OrderedDict[str, Any]() if kwargs.get("destination") is None else kwargs["destination"]
+            whole = self.full_state_dict(0 if options.cpu_offload else None)
+            state.update({kwargs.get("prefix", "") + name: x for name, x in whole.items()})
+        else:
+            state = self._own_state(args, kwargs)
+        if options.ignore_frozen_params:  # torch takes out every parameter that is frozen, also where there is none
+            for name, parameter in super().named_parameters(kwargs.get("prefix", "").rstrip(".")):
+                if not parameter.requires_grad:
+                    state.setdefault(name, parameter)
+        return state
+
+    @contextmanager
+    def _giving_state(self, options: StateDictOptions) -> Generator[None]:
+        """Inside, `state_dict` is what torch makes a state by these options of; every rank calls it."""
+        vars(self)["_asking"] = options
+        try:
+            yield
+        finally:
+            del vars(self)["_asking"]
+
+    def _own_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateDict()
         untyped: Any = super()
@@ -95,7 +119,8 @@ class ModuleState(nn.Module):
         """
         keeps = rank is None or rank == self._communicator.rank
         with self._together("full_optimizer_state_dict {}"):
-            return whole_optimizer_state(optimizer, keeps=keeps, on_host=rank is not None)
+            state = whole_optimizer_state(optimizer, optimizer.state_dict(), keeps=keeps, on_host=rank is not None)
+        return state if keeps else {}
 
     @contextmanager
     def _saving_whole(self) -> Generator[bool]:
@@ -122,16 +147,29 @@ class ModuleState(nn.Module):
         Raises:
             MeshError: whole tensors differ between ranks.
         """
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """What torch calls, also where a module around this one loads its state."""
+        self._fit(state_dict, prefix)
+        untyped: Any = super()
+        untyped._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _fit(self, state: dict[str, Any], prefix: str) -> None:
+        """Put this rank's parts in the place of the entries of `state`, which is a copy."""
         group, stored = self._executor.stages.group, self._store.stored
-        whole = [(name, _sample(x)) for name, x in state_dict.items() if name in stored and _has_values(x)]
+        given = {name: state[prefix + name] for name in stored if prefix + name in state}
+        whole = [(name, _sample(x)) for name, x in given.items() if _has_values(x)]
         if whole:
             self._enter("load_state_dict {}", lambda: (None, whole))
         own = dict(super().named_parameters(remove_duplicate=False))
-        others = {name: own[name] for name, x in stored.items() if group not in x.groups}
-        mine = {name: x for name, x in state_dict.items() if name not in others}
-        fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
-        fitted |= others
-        return super().load_state_dict(fitted, strict=strict, assign=assign)
+        for name, entry in stored.items():
+            value = given.get(name)
+            if group in entry.groups:
+                if value is not None:
+                    state[prefix + name] = fit_to_store(self._store, self._communicator, name, value)
+            elif not whole or (value is not None and value.shape == own[name].shape):
+                state[prefix + name] = own[name]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         check_conversion(self, fn)

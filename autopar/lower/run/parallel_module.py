@@ -33,6 +33,7 @@ from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
 from autopar.lower.run.call_inputs import Call, CallInputs, check_values
 from autopar.lower.run.carried_tensor import CarriedTensor
+from autopar.lower.run.checkpoint_calls import watch_state_calls
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_state import NamedInputs, share_buffers
@@ -133,6 +134,7 @@ class ParallelModule(StepCalls):
         predictions: Predictions | None,
     ) -> None:
         """Make what runs the plan on the parameters of `store`, which are this module's."""
+        watch_state_calls()
         self._communicator = communicator
         self._predictions = predictions
         self._data_split = data_split(executable.program, executable.plan.decisions)
