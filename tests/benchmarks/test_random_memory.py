@@ -1,0 +1,17 @@
+"""Cases of `benchmarks/random_memory.py` whose peaks were above, or far below, what plans promised."""
+
+import pytest
+
+from benchmarks.random_memory import run_case
+
+CASES = {
+    42: "inputs that are sliced along two axes are copied once",
+}
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("seed", list(CASES), ids=list(map(str, CASES)))
+def test_a_peak_is_as_promised(seed: int) -> None:
+    _, outcome, why = run_case(seed)
+    assert outcome is not None, why
+    assert outcome.measured_peak / outcome.predicted_peak == pytest.approx(1.0, abs=0.02), CASES[seed]
