@@ -7,6 +7,10 @@ from benchmarks.random_memory import run_case
 CASES = {
     42: "inputs that are sliced along two axes are copied once",
     107: "layers keep no input that backward does not read",
+    123: "the gradient of a sum is a view",
+    47: "sums inside of a layer",
+    128: "a clamp's backward makes masks",
+    2: "what an LSTM keeps of its steps",
 }
 
 
