@@ -11,6 +11,7 @@ CASES = {
     47: "sums inside of a layer",
     128: "a clamp's backward makes masks",
     2: "what an LSTM keeps of its steps",
+    54: "temporaries of a loss that runs as other ops",
 }
 
 
