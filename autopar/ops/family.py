@@ -16,7 +16,18 @@ from autopar.ops.memory_order import PlaceResult, regrouped, same
 from autopar.ops.work import Work, default_work
 from autopar.program import Arg, KernelCollective, Op, Option, TensorType
 
-__all__ = ["Buffers", "Kernel", "OpCall", "OpFamily", "Rule", "Types", "argument", "aten", "packet_name"]
+__all__ = [
+    "Buffers",
+    "Kernel",
+    "OpCall",
+    "OpFamily",
+    "Rule",
+    "Types",
+    "argument",
+    "aten",
+    "nothing_between",
+    "packet_name",
+]
 
 Types = tuple[TensorType, ...]
 
@@ -106,6 +117,11 @@ class OpCall(NamedTuple):
 
 
 def _no_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    return _NO_BUFFERS
+
+
+def nothing_between(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """`OpFamily.buffers` of ops that run as others, but with no tensors between: trace needn't look for them."""
     return _NO_BUFFERS
 
 

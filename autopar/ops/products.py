@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ops.family import Buffers, OpFamily, RowProduct, Rule, Types, argument, aten
+from autopar.ops.family import Buffers, OpFamily, RowProduct, Rule, Types, argument, aten, nothing_between
 from autopar.ops.halos import (
     Halo,
     halo_buffers,
@@ -323,9 +323,15 @@ def padded_copies(product: RowProduct, operands: Types, result: TensorType) -> B
 
 FAMILIES = (
     OpFamily(
+        aten({"linear": "* h, f h, +f -> * f | sum h, plus 0"}),
+        is_cheap=False,
+        count_work=_work_of_product,
+        row_products={"aten.linear.default": RowProduct(0, 1, 2, transposed=True)},
+        buffers=nothing_between,
+    ),
+    OpFamily(
         aten(
             {
-                "linear": "* h, f h, +f -> * f | sum h, plus 0",
                 "mm": "m k, k n -> m n | sum k, plus 0, plus 1",
                 "bmm": "b m k, b k n -> b m n | sum k, plus 0, plus 1",
                 "mv": "m k, k -> m | sum k",
@@ -337,7 +343,6 @@ FAMILIES = (
         is_cheap=False,
         count_work=_work_of_product,
         row_products={
-            "aten.linear.default": RowProduct(0, 1, 2, transposed=True),
             "aten.mm.default": RowProduct(0, 1),
             "aten.matmul.default": RowProduct(0, 1),
         },

@@ -107,12 +107,15 @@ def _run(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
     untyped: Any = node
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         made: Any = untyped(*gradients)
-        return list(made) if isinstance(made, tuple) else [made]
+        return _listed(made)
     kinds = zip(gradients, untyped._input_metadata, strict=True)
     whole = [torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) if x is None else x for x, kind in kinds]
     gradients.clear()
-    made = untyped.apply(*whole)
     # One for each argument, of which `next_functions` has the tensors.
-    of_args = made if isinstance(made, tuple) else (made,)
-    needed = iter([x for x, needs in zip(of_args, untyped.needs_input_grad, strict=False) if needs])
+    of_args = zip(_listed(untyped.apply(*whole)), untyped.needs_input_grad, strict=False)
+    needed = iter([x for x, needs in of_args if needs])
     return [None if following is None else next(needed) for following, _ in node.next_functions]
+
+
+def _listed(made: Any) -> list[Tensor | None]:
+    return list(cast("tuple[Tensor | None, ...]", made)) if isinstance(made, tuple) else [made]

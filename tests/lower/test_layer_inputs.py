@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.lower.autograd import enter_graph, run_backward
+from autopar.lower.autograd import enter_graph, on_gradient, run_backward
 
 SHAPE = (4, 8)
 
@@ -45,12 +46,16 @@ def test_a_gradient_that_is_a_slice_arrives_before_the_rest_of_the_layer_runs() 
     deep = torch.randn(SHAPE, requires_grad=True)
     order: list[str] = []
     untyped: Any = leaf
-    untyped.register_post_accumulate_grad_hook(lambda _: order.append("skip"))
-    untyped = deep.sin()
-    untyped.register_hook(lambda _: order.append("deep"))
-    joined = torch.cat([untyped.cos(), skip], dim=1)
+    untyped.register_post_accumulate_grad_hook(partial(_note, order, "skip"))
+    below = deep.sin()
+    on_gradient(below, partial(_note, order, "deep"))
+    joined = torch.cat([below.cos(), skip], dim=1)
     del skip
     run_backward(joined.square().sum())
     assert order == ["skip", "deep"]
     assert leaf.grad is not None
     assert leaf.grad.untyped_storage().nbytes() == 4 * 8 * 4  # its own, not the gradient that it was sliced from
+
+
+def _note(order: list[str], name: str, of: Tensor) -> None:
+    order.append(name)
