@@ -202,9 +202,11 @@ class Op:
     `options` are the ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or
     ``"whole"`` (there is no rule, and none was discovered).  `saves` are the tensors that autograd saves for backward,
     as indices into operands, then results; `saved_extra_bytes` are the other bytes that it saves (statistics, masks),
-    for the whole op, proportional to the first result.  `plain_saves` and `plain_saved_extra_bytes` are the same where
-    no fast kernel supports the call and it runs as plain products, such as attention with dropout or a trained mask on
-    CPUs; they are empty if that never happens.  `size_args` lists the positions of arguments that repeat the result's
+    for the whole op, proportional to its largest tensor.  `temporary_bytes` are what else the whole op has in memory
+    while it runs, forward and backward, if it runs as other ops or is none of torch's; of all others the record says
+    it.  `plain_saves`, `plain_saved_extra_bytes` and `plain_temporary_bytes` are the same where no fast kernel supports
+    the call and it runs as plain products, such as attention with dropout or a trained mask on CPUs; they are empty if
+    that never happens.  `size_args` lists the positions of arguments that repeat the result's
     global sizes and become local when lowered.  `is_random` marks ops that draw random numbers, `is_view` those whose
     result may alias the first operand.  `source` is the user's ``file:line``, `module` the path of the module that ran
     the op.
@@ -220,8 +222,10 @@ class Op:
     size_args: tuple[int, ...] = ()
     saves: tuple[int, ...] = ()
     saved_extra_bytes: int = 0
+    temporary_bytes: tuple[int, int] = (0, 0)
     plain_saves: tuple[int, ...] = ()
     plain_saved_extra_bytes: int = 0
+    plain_temporary_bytes: tuple[int, int] = (0, 0)
     is_random: bool = False
     is_view: bool = False
     source: str = ""

@@ -18,6 +18,7 @@ __all__ = [
     "before_backward",
     "call_function",
     "edge_of",
+    "enter_graph",
     "gradients_of",
     "is_custom_node",
     "on_gradient",
@@ -33,6 +34,33 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, whose annotations are incomplete."""
     untyped: Any = function
     return untyped.apply(*args)
+
+
+def enter_graph(x: Tensor, leaf: Tensor) -> Tensor:
+    """The values of `x`, as a tensor whose gradient is that of `leaf`, which has its shape.
+
+    What autograd saves of the result keeps the memory of `x`; `leaf` does not, nor does whoever holds it.
+    """
+    entered: Tensor = call_function(_Entrance, leaf, x)
+    # Backward runs the ready node that was made last, and this one first of all, as if the leaf were read without it: a
+    # gradient that is a slice of a larger one would keep that one until the rest of the layer has run.
+    untyped: Any = entered.grad_fn
+    untyped._set_sequence_nr(_FIRST)
+    return entered
+
+
+_FIRST = 2**63 - 1
+"""A number that no op of forward reaches, in the order that autograd's engine prefers among nodes that are ready."""
+
+
+class _Entrance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0], None
 
 
 class _Refused(torch.autograd.Function):

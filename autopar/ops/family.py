@@ -16,7 +16,18 @@ from autopar.ops.memory_order import PlaceResult, regrouped, same
 from autopar.ops.work import Work, default_work
 from autopar.program import Arg, KernelCollective, Op, Option, TensorType
 
-__all__ = ["Buffers", "Kernel", "OpCall", "OpFamily", "Rule", "Types", "argument", "aten", "packet_name"]
+__all__ = [
+    "Buffers",
+    "Kernel",
+    "OpCall",
+    "OpFamily",
+    "Rule",
+    "Types",
+    "argument",
+    "aten",
+    "nothing_between",
+    "packet_name",
+]
 
 Types = tuple[TensorType, ...]
 
@@ -109,6 +120,11 @@ def _no_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool],
     return _NO_BUFFERS
 
 
+def nothing_between(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """`OpFamily.buffers` of ops that run as others, but with no tensors between: trace needn't look for them."""
+    return _NO_BUFFERS
+
+
 @dataclass(frozen=True)
 class OpFamily:
     """Everything that autopar knows about a family of ops.
@@ -129,16 +145,18 @@ class OpFamily:
         calls: for an op that runs other ops forward and backward, their calls; its seconds are theirs plus those of its
             own backward.
         calls_again: these calls run once without their backward in forward, and again with it in the op's backward.
-        saves: what autograd saves; by default trace observes it.
+        saves: what autograd saves; by default, and where it returns None, trace observes it.
         runs_plain: where no fast kernel supports the call, it runs as plain products, and trace observes what they
             save.
         buffers: bytes of temporaries, given a call, its local operands and results, which operands need gradients, and
             whether a special kernel runs it.
         buffers_on_gpus: what a call needs besides on GPUs, where no special kernel runs it, given its local operands
             and which of them need gradients.
+        buffers_on_cpus: the same on CPUs.
         num_differentiable: how many of the results, counted from the first, can have a gradient; None for all.
         gradient: ``"own"``: operands have gradients of their own; ``"passed"``: operands of the result's size get the
-            gradient of the result itself; ``"parts"``: operands get views of it.
+            gradient of the result itself; ``"parts"``: operands get views of it; ``"expanded"``: they get it expanded.
+        takes_expanded: its backward reads an expanded gradient as it is, without a copy; elementwise ops always do.
         place: the memory format of the result; see `result_order`.
         may_copy: a view that becomes a copy where the operand's order in memory doesn't allow one.
         num_choices: for operands that are indices, the number of entries that they index, given the first operand's
@@ -164,12 +182,14 @@ class OpFamily:
     count_work: Callable[[Op, Types, Types], Work] = default_work
     calls: Callable[[Op, Types, Types], Iterable[OpCall]] | None = None
     calls_again: bool = False
-    saves: Callable[[Op, Types, Types], Saves] | None = None
+    saves: Callable[[Op, Types, Types], Saves | None] | None = None
     runs_plain: bool = False
     buffers: Callable[[Op, Types, Types, Sequence[bool], bool], Buffers] = _no_buffers
     buffers_on_gpus: Callable[[Op, Types, Sequence[bool]], Buffers] = lambda op, operands, trains: _NO_BUFFERS
+    buffers_on_cpus: Callable[[Op, Types, Sequence[bool]], Buffers] = lambda op, operands, trains: _NO_BUFFERS
     num_differentiable: int | None = None
     gradient: str = "own"
+    takes_expanded: bool = False
     place: PlaceResult | None = None
     may_copy: bool = False
     num_choices: Callable[[Op, tuple[int, ...]], int] | None = None
@@ -185,6 +205,11 @@ class OpFamily:
         """Whether every rule says that the op works element by element."""
         rules = self.rules.values()
         return bool(rules) and all(isinstance(rule, str) and _is_pointwise(rule) for rule in rules)
+
+    @property
+    def counts_buffers(self) -> bool:
+        """Whether `buffers` says what the ops of the family allocate, so that trace needn't observe it."""
+        return self.buffers is not _no_buffers
 
     @property
     def keeps_order(self) -> bool:

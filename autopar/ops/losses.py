@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Saves, Types, argument, aten
 from autopar.ops.views import dim_names, text_of, without
 from autopar.ops.work import Work, sum_bytes
-from autopar.program import KernelCollective, Op, TensorType
+from autopar.program import KernelCollective, Op, TensorType, itemsize_bytes
 
 __all__ = ["FAMILIES", "loss_collectives"]
 
@@ -77,7 +78,9 @@ def _saves(op: Op, operands: Types, results: Types) -> Saves:
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     logits = operands[0]
     if not has_kernel:  # torch saves the log-softmax, which is as large as the logits, in place of the logits
-        return Buffers(backward=logits.num_bytes, kept=logits.num_bytes)
+        is_last = _class_dim(op) % len(logits.shape) == len(logits.shape) - 1
+        copied = 0.0 if is_last else float(logits.num_bytes)  # the kernel of torch has classes last
+        return Buffers(forward=copied, backward=logits.num_bytes, kept=logits.num_bytes)
     # The kernel works on a copy with at least four bytes per element, and computes its gradient in that dtype.
     wide = max(logits.num_bytes, 4 * logits.num_elements)
     return Buffers(forward=wide, backward=wide if wide > logits.num_bytes else 0)
@@ -87,6 +90,18 @@ def _ctc(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """ctc_loss(log_probs [T, N, C], targets, input_lengths, target_lengths, blank, zero_infinity) -> [N]."""
     is_padded = len(operand_types[1].shape) == 2  # otherwise the targets of all rows are concatenated
     return "_ b _, b _, b, b -> b" if is_padded else "..., ..., ..., ... -> ..."
+
+
+def _ctc_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Probabilities [rows, frames, 2 * targets + 1] of being at a label, or a blank around it, by a frame.
+
+    Backward makes them again, and those from the end.
+    """
+    log_probabilities, targets = operands[:2]
+    frames, rows, _ = log_probabilities.shape
+    length = targets.shape[1] if len(targets.shape) == 2 else -(-targets.num_elements // max(1, rows))
+    whole = float(rows * frames * (2 * length + 1) * itemsize_bytes(log_probabilities.dtype))
+    return Buffers(forward=whole, backward=2 * whole)
 
 
 def _elementwise(reduction_at: int) -> Rule:
@@ -103,6 +118,31 @@ def _elementwise(reduction_at: int) -> Rule:
         return f"{operands} -> ()"
 
     return rule
+
+
+def _reduced_buffers(
+    op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool, *, backward: int = 0
+) -> Buffers:
+    """The losses of all elements are written, and then added up; `backward`: tensors of their size that it makes."""
+    whole = float(max(operand.num_bytes for operand in operands))
+    return Buffers(forward=0.0 if results[0].shape else whole, backward=backward * whole)
+
+
+def _entropy_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """binary_cross_entropy(x, target, weight): the gradient of a target is made of two logarithms."""
+    return _reduced_buffers(op, operands, results, trains, has_kernel, backward=int(trains[1]))
+
+
+def _logits_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """binary_cross_entropy_with_logits(x, target, weight, pos_weight): its log-sigmoids, their weights and the losses
+    are there at once; backward the sigmoids (at::native, Loss.cpp, the same on all devices).
+    """
+    is_weighted = argument(op, 3, "pos_weight") is not None
+    losses = _reduced_buffers(op, operands, results, trains, has_kernel)
+    whole = float(operands[0].num_bytes)
+    return Buffers(
+        forward=losses.forward + (2 if is_weighted else 1) * whole, backward=(3 if is_weighted else 1) * whole
+    )
 
 
 FAMILIES = (
@@ -129,17 +169,39 @@ FAMILIES = (
     OpFamily(
         {"autopar_traced.ctc_loss.default": _ctc},
         saves=lambda op, operands, results: ((0, 1, 2, 3), 0),
+        buffers=_ctc_buffers,
         is_cheap=False,
     ),
-    OpFamily(
+    OpFamily(  # what runs as other ops is counted by trace
         aten(
             {
-                "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss": _elementwise(2),
-                "hinge_embedding_loss binary_cross_entropy": _elementwise(3),
-                "binary_cross_entropy_with_logits": _elementwise(4),
+                "l1_loss kl_div": _elementwise(2),
+                "hinge_embedding_loss": _elementwise(3),
                 "poisson_nll_loss": _elementwise(5),
             }
         ),
         fuses=True,
+        takes_expanded=True,
+    ),
+    OpFamily(
+        aten({"mse_loss smooth_l1_loss huber_loss": _elementwise(2)}),
+        buffers=_reduced_buffers,
+        fuses=True,
+        takes_expanded=True,
+    ),
+    OpFamily(
+        aten({"binary_cross_entropy": _elementwise(3)}), buffers=_entropy_buffers, fuses=True, takes_expanded=True
+    ),
+    OpFamily(
+        aten({"soft_margin_loss": _elementwise(2)}),
+        buffers=partial(_reduced_buffers, backward=2),
+        fuses=True,
+        takes_expanded=True,
+    ),
+    OpFamily(
+        aten({"binary_cross_entropy_with_logits": _elementwise(4)}),
+        buffers=_logits_buffers,
+        fuses=True,
+        takes_expanded=True,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Saves, Types, argument, aten
@@ -103,13 +104,30 @@ def _saves(op: Op, operands: Types, results: Types) -> Saves:
     return ((0, 1) if has_weight else (0,)), 2 * operands[0].shape[1] * itemsize_bytes("float32")
 
 
+def _root_mean_square_saves(op: Op, operands: Types, results: Types) -> Saves | None:
+    """One kernel of GPUs saves the input, the weight and a float32 of each row.
+
+    It needs one dtype of both; otherwise several ops run, as on CPUs (at::native::rms_norm, torch 2.9 to 2.13).
+    """
+    x, shape = operands[0], argument(op, 1, "normalized_shape")
+    if not isinstance(shape, tuple) or len({operand.dtype for operand in operands}) > 1:
+        return None
+    rows = math.prod(x.shape[: len(x.shape) - len(shape)])
+    return tuple(range(len(operands))), rows * max(itemsize_bytes("float32"), itemsize_bytes(x.dtype))
+
+
 FAMILIES = (
+    OpFamily(
+        aten({"rms_norm": _trailing(1), "_fused_rms_norm": _trailing(2)}),
+        saves=_root_mean_square_saves,
+        runs_plain=True,
+        fuses=True,
+    ),
     OpFamily(
         aten(
             {
-                "layer_norm rms_norm": _trailing(1),
+                "layer_norm": _trailing(1),
                 "native_layer_norm": _trailing(3),
-                "_fused_rms_norm": _trailing(2),
                 "instance_norm": "n c ..., c, c, _, _ -> n c ...",
             }
         ),

@@ -59,8 +59,6 @@ _TABLE = {
     "logical_and logical_or logical_xor heaviside isclose": "*, * -> *",
     _overloads("where", "ScalarOther ScalarSelf Scalar"): "*, *, * -> *",
     "masked_fill.Scalar": "*, *, * -> *",
-    "clamp clip": "*, *, * -> *",
-    "clamp_min clamp_max": "*, * -> *",
     "bitwise_not conj _conj resolve_conj resolve_neg real imag": "* -> *",
     "copy fill.Tensor complex": "*, * -> *",
     "fill.Scalar": "* -> *",
@@ -115,8 +113,15 @@ def _formula_families(by_count: Mapping[int, str], rule: str) -> tuple[OpFamily,
     )
 
 
+def _clamp_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """The backward makes a mask of a byte for each element and limit."""
+    count = sum(isinstance(arg, int | float) for arg in (*op.args, *(arg for _, arg in op.kwargs)))
+    return Buffers(backward=float(count * results[0].num_elements))
+
+
 FAMILIES = (
     OpFamily(aten(_TABLE)),
+    OpFamily(aten({"clamp clip": "*, *, * -> *", "clamp_min clamp_max": "*, * -> *"}), buffers=_clamp_buffers),
     *_formula_families(_BY_FORMULA, "* -> *"),
     *_formula_families(_BY_FORMULA_OF_TWO, "*, * -> *"),
     *_formula_families(_BY_FORMULA_OF_THREE, "*, *, * -> *"),

@@ -12,18 +12,15 @@ from autopar.program import KernelCollective, Op
 __all__ = ["FAMILIES"]
 
 _TABLE = {
-    "sum": "* -> () | sum *, plus 0",
-    "sum.dim_IntList": "*, @ -> *-@ | sum @, plus 0",
     "nansum": "*, @ -> *-@ | sum @",
     # The dims of a mean stay whole: trace rewrites means as a sum, which splits, and a division by the global count.
     "mean.dim": "*, @ -> *-@ | plus 0",
     "mean": "... -> () | plus 0",
-    "amax amin argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
+    "argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
     "prod.dim_int": "*, @ -> *-@",
-    "max.dim min.dim median.dim nanmedian.dim var_mean.correction std_mean.correction": "*, @ -> *-@, *-@",
+    "max.dim min.dim median.dim nanmedian.dim": "*, @ -> *-@, *-@",
     "max min all any prod": "... -> ()",
-    "count_nonzero norm.Scalar": "... -> ()",
-    "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
+    "count_nonzero": "... -> ()",
     "softmax.int log_softmax.int _safe_softmax _softmax _log_softmax special_softmax": "*, @ -> *",
     "glu": "*, @-1 -> *",
 }
@@ -70,9 +67,11 @@ def _passed_totals(op: Op, operands: Types, *, back: int) -> tuple[KernelCollect
     return forward, replace(forward, phase="backward", count=back, is_of_gradient=True)
 
 
-def _running_family(target: str, kernel: str, back: int, remark: str = "") -> OpFamily:
+def _running_family(target: str, kernel: str, back: int, count: int, remark: str = "") -> OpFamily:
+    """`count` as in `_formula_buffers`: a cumsum's backward is ``grad.flip(dim).cumsum(dim).flip(dim)``."""
     kernels = {kernel: Kernel(partial(_passed_totals, back=back), is_on_one_axis=True)}
-    return OpFamily(aten({target: _running(kernel, remark)}), kernels=kernels)
+    buffers = partial(_running_buffers, count=count)
+    return OpFamily(aten({target: _running(kernel, remark)}), kernels=kernels, buffers=buffers)
 
 
 def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -89,16 +88,52 @@ def _formula_buffers(
     return Buffers(backward=float(count * operands[0].num_bytes))
 
 
+def _running_buffers(
+    op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool, *, count: int
+) -> Buffers:
+    """With another dtype the operand is cast first, and the gradient last."""
+    is_cast = operands[0].dtype != results[0].dtype
+    cast = float(results[0].num_bytes) if is_cast else 0.0
+    return Buffers(forward=cast, backward=count * float(max(operands[0].num_bytes, results[0].num_bytes)) + cast)
+
+
+def _log_sum_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """``log((x - max).exp().sum()) + max``, and backward ``grad * (x - result).exp()``."""
+    return Buffers(forward=float(operands[0].num_bytes), backward=2.0 * operands[0].num_bytes)
+
+
+def _extreme_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """The gradient is that of all elements equal to the result, by a mask, divided by how many there are."""
+    return Buffers(backward=float(operands[0].num_bytes + operands[0].num_elements))
+
+
 FAMILIES = (
+    OpFamily(
+        aten({"sum": "* -> () | sum *, plus 0", "sum.dim_IntList": "*, @ -> *-@ | sum @, plus 0"}),
+        gradient="expanded",
+        fuses=True,
+    ),
     OpFamily(aten(_TABLE), fuses=True),
     OpFamily(aten(_SCANS)),
-    _running_family("cumsum", "running_sum", 1, "plus 0"),
-    _running_family("cumprod", "running_product", 2),
-    _running_family("logcumsumexp", "running_log_sum", 2),
-    OpFamily(aten({"logsumexp": "*, @ -> *-@"}), buffers=partial(_formula_buffers, count=2), fuses=True),
+    _running_family("cumsum", "running_sum", 1, 2, "plus 0"),
+    _running_family("cumprod", "running_product", 2, 6),
+    _running_family("logcumsumexp", "running_log_sum", 2, 7),
+    OpFamily(aten({"logsumexp": "*, @ -> *-@"}), buffers=_log_sum_buffers, fuses=True),
+    OpFamily(aten({"amax amin": "*, @ -> *-@"}), buffers=_extreme_buffers, fuses=True),
     OpFamily(
-        aten({"var.dim var.correction std.dim std.correction": "*, @ -> *-@", "var std": "... -> ()"}),
+        aten(
+            {
+                "var.dim var.correction std.dim std.correction": "*, @ -> *-@",
+                "var std norm.Scalar": "... -> ()",
+                "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
+            }
+        ),
         buffers=partial(_formula_buffers, count=1),
+        fuses=True,
+    ),
+    OpFamily(
+        aten({"var_mean.correction std_mean.correction": "*, @ -> *-@, *-@"}),
+        buffers=partial(_formula_buffers, count=2),
         fuses=True,
     ),
     OpFamily(aten({"pairwise_distance": _distance})),

@@ -5,10 +5,10 @@ Batch and channels split; space splits in pooling, rolls and pixel shuffles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ops.family import Kernel, OpFamily, Rule, Types, argument, aten
+from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Types, argument, aten
 from autopar.ops.halos import (
     Halo,
     halo_buffers,
@@ -116,6 +116,13 @@ def _roll_kernel(dim: int) -> Kernel:
     return Kernel(sends, least=least, is_in_space=True)
 
 
+def _roll_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Dims are rolled one after the other, and all but the last result are there until it is made (at::roll)."""
+    shifts = argument(op, 1, "shifts")
+    between = 0 if has_kernel or not isinstance(shifts, tuple) else max(0, len(shifts) - 1)
+    return Buffers(forward=float(between * operands[0].num_bytes), backward=float(between * operands[0].num_bytes))
+
+
 _ROLLED_DIMS = (1, 2, 3)
 _POOL_DEFAULTS = ((3, "padding", 0), (4, "dilation", 1))
 _TABLE: Mapping[str, Rule | None] = {
@@ -158,7 +165,11 @@ FAMILIES = (
         kernels=halo_kernels("halo_max_pool", _pool_halos),
         buffers=halo_buffers(_pool_halos),
     ),
-    OpFamily(aten({"roll": _roll}), kernels={f"halo_roll{dim}": _roll_kernel(dim) for dim in _ROLLED_DIMS}),
+    OpFamily(
+        aten({"roll": _roll}),
+        kernels={f"halo_roll{dim}": _roll_kernel(dim) for dim in _ROLLED_DIMS},
+        buffers=_roll_buffers,
+    ),
     OpFamily(aten(_TABLE)),
     OpFamily(aten({"pad constant_pad_nd": _pad}), fuses=True),
 )

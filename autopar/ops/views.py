@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ops.derivation import named_dims
-from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.family import OpFamily, Rule, Types, argument, aten, nothing_between
 from autopar.ops.memory_order import expanded, permuted, regrouped
 from autopar.program import Arg, Op
 
@@ -239,7 +239,14 @@ def _update(dim_at: int, *, keeps_dim: bool) -> Rule:
 
 FAMILIES = (
     OpFamily(aten({"view _unsafe_view": _reshape}), size_args=(1,), is_view=True, place=regrouped),
-    OpFamily(aten({"reshape": _reshape}), size_args=(1,), is_view=True, place=regrouped, may_copy=True),
+    OpFamily(
+        aten({"reshape": _reshape}),
+        size_args=(1,),
+        is_view=True,
+        place=regrouped,
+        may_copy=True,
+        buffers=nothing_between,
+    ),
     OpFamily(
         aten(
             {
@@ -251,7 +258,9 @@ FAMILIES = (
         is_view=True,
         place=regrouped,
     ),
-    OpFamily(aten({"flatten.using_ints": _reshape}), is_view=True, place=regrouped, may_copy=True),
+    OpFamily(
+        aten({"flatten.using_ints": _reshape}), is_view=True, place=regrouped, may_copy=True, buffers=nothing_between
+    ),
     OpFamily(
         aten(
             {

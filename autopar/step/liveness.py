@@ -369,6 +369,9 @@ def _text(key: TensorKey) -> str:
     return "/".join(map(str, key))
 
 
+_ELEMENT_BYTES = 8
+
+
 class _GradientTally:
     """The gradients that wait at some moment of a backward; several tensors may have the same one.
 
@@ -389,6 +392,7 @@ class _GradientTally:
         self.size: list[float] = []
         self.users: list[int] = []
         self.is_weight: list[bool] = []
+        self._expanded: set[int] = set()  # gradients that are views of smaller tensors
         self.now = self.weights = 0.0
         self.moments: list[tuple[int, list[tuple[float, float, float]]]] = []
 
@@ -402,6 +406,8 @@ class _GradientTally:
 
     def give(self, target: GradientTarget, gradient: int) -> None:
         """The gradient of this number arrives at a tensor, and is added to the one that is there."""
+        if gradient in self._expanded and (target.is_parameter or target.key in self._leaves):
+            gradient = self._dense(target, gradient)  # a leaf keeps no such view
         self.users[gradient] += 1
         before = self.pending.get(target.key)
         if before is None:
@@ -411,8 +417,8 @@ class _GradientTally:
                 self.now -= self.size[gradient]
                 self.weights += self.size[gradient]
             return
-        if self.users[before] > 1:  # what others read can't be added to
-            total = self.make(self.size[before])
+        if self.users[before] > 1 or before in self._expanded:  # what others read can't be added to
+            total = self.make(target.num_bytes if before in self._expanded else self.size[before])
             self.users[total] = 1
             self._drop(before)
             self.pending[target.key] = total
@@ -422,20 +428,47 @@ class _GradientTally:
         """The backward of one node, of this number."""
         moments = [self._moment()]
         self.moments.append((number, moments))
-        arrived = [self.pending.pop(target.key) for target in node.targets if target.key in self.pending]
+        came = [target for target in node.targets if target.key in self.pending]
+        arrived = [self.pending.pop(target.key) for target in came]
         if len({target.is_parameter for target in node.sources}) > 1 and not self._branched.issuperset(arrived):
             self.branches += sum(self.size[gradient] for gradient in arrived if gradient not in self._branched)
             self._branched.update(arrived)
-        made = [
-            (target, arrived[0] if self._shares(node, target, arrived[0]) else self.make(target.num_bytes))
-            for target in node.sources
-        ]
-        moments.append(self._moment(node.backward_extra))
+        made = [(target, self._made(node, target, came[0], arrived[0])) for target in node.sources]
+        moments.append(self._moment(node.backward_extra + self._copied_bytes(node, came, arrived)))
         for target, gradient in made:
             self.give(target, gradient)
             moments.append(self._moment())
         for gradient in arrived:
             self._drop(gradient)
+
+    def _made(self, node: TensorNode, target: GradientTarget, came: GradientTarget, gradient: int) -> int:
+        """What `node` gives to `target`, of the gradient that arrived at `came`: its number."""
+        is_expanded = gradient in self._expanded
+        if is_expanded and self._stays_expanded(node, target, came, gradient):
+            return gradient
+        if node.expands_gradient and target.num_bytes > self.size[gradient]:
+            view = self.make(self.size[gradient])
+            self._expanded.add(view)
+            return view
+        shares = not is_expanded and self._shares(node, target, gradient)
+        return gradient if shares else self.make(target.num_bytes)
+
+    def _stays_expanded(self, node: TensorNode, target: GradientTarget, came: GradientTarget, gradient: int) -> bool:
+        """A view of an expanded tensor may be a copy, unless it is a single element."""
+        is_element = self.size[gradient] <= _ELEMENT_BYTES
+        is_view = node.op is not None and node.op.is_view
+        return node.passes_gradient and target.num_bytes == came.num_bytes and (is_element or not is_view)
+
+    def _copied_bytes(self, node: TensorNode, came: Sequence[GradientTarget], arrived: Sequence[int]) -> float:
+        """Of gradients that arrive expanded, the copies that the backward of `node` makes."""
+        pairs = zip(came, arrived, strict=True) if node.copies_expanded else ()
+        return sum(target.num_bytes for target, gradient in pairs if gradient in self._expanded)
+
+    def _dense(self, target: GradientTarget, gradient: int) -> int:
+        copy = self.make(target.num_bytes)
+        self.users[gradient] += 1
+        self._drop(gradient)
+        return copy
 
     def _shares(self, node: TensorNode, target: GradientTarget, gradient: int) -> bool:
         """Whether what `node` gives to `target` is the gradient that it got, or a slice of it."""

@@ -61,6 +61,8 @@ class TensorNode(NamedTuple):
         backward_extra: the same of its backward.
         passes_gradient: whether its operands get the very gradient that arrives, not one of their own.
         splits_gradient: whether they get parts of it.
+        expands_gradient: whether its operand gets that gradient expanded, a view.
+        copies_expanded: whether its backward copies a gradient that arrives expanded.
         op: None of a move.
         is_local: of a move, whether it has no collective.
         op_index: of the op in its layer; -1 of a move.
@@ -91,6 +93,8 @@ class TensorNode(NamedTuple):
     kept_extra: float = 0.0
     passes: int = 1
     has_kernel: bool = False
+    expands_gradient: bool = False
+    copies_expanded: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,11 +242,11 @@ class _TensorGraphBuilder:
         makes = self._add_results(run, operands)
         results = [self.located[index] for index in run.results]
         trained = [placed.flows[name].value.requires_grad for name in op.results]
-        saves, extra = self._saved(op)
-        runs_on_gpus = self.fuses_attention and not has_kernel
-        more = family.buffers_on_gpus(op, state.operand_types, trains) if runs_on_gpus else Buffers()
+        saves, extra, temporary = self._kept(op)
+        on_device = family.buffers_on_gpus if self.fuses_attention else family.buffers_on_cpus
+        more = Buffers() if has_kernel else on_device(op, state.operand_types, trains)
         keys = [each.key for each in (*operands, *results)]
-        share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        share = self._share(op, (*state.result_types, *state.operand_types))
         is_apart = op.is_random or family.runs_apart
         self.piece += is_apart
         self.nodes.append(
@@ -253,9 +257,11 @@ class _TensorGraphBuilder:
                 sources=tuple(each.target for each, takes in zip(operands, trains, strict=True) if takes),
                 saves=tuple(keys[i] for i in saves if i or not buffers.kept),
                 saved_extra=extra * share + buffers.kept + more.kept,
-                forward_extra=buffers.forward,
-                backward_extra=buffers.backward + more.backward,
-                passes_gradient=op.is_view or family.gradient != "own",
+                forward_extra=buffers.forward + temporary[0] * share,
+                backward_extra=buffers.backward + more.backward + temporary[1] * share,
+                passes_gradient=op.is_view or family.gradient in ("passed", "parts"),
+                expands_gradient=family.gradient == "expanded",
+                copies_expanded=not (family.is_pointwise or family.takes_expanded or op.is_view),
                 splits_gradient=family.gradient == "parts",
                 op=op,
                 op_index=run.index,
@@ -336,10 +342,18 @@ class _TensorGraphBuilder:
             self.located[index] = _Located(operands[0].key if is_view else key, target, order)
         return makes
 
-    def _saved(self, op: Op) -> tuple[Sequence[int], float]:
-        """Positions of what autograd saves, among operands and results, and other bytes."""
+    def _kept(self, op: Op) -> tuple[Sequence[int], float, tuple[int, int]]:
+        """Positions of what autograd saves, among operands and results, other bytes, and bytes of temporaries."""
         is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
-        return (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
+        if is_plain:
+            return op.plain_saves, op.plain_saved_extra_bytes, op.plain_temporary_bytes
+        return op.saves, op.saved_extra_bytes, op.temporary_bytes
+
+    def _share(self, op: Op, types: Sequence[TensorType]) -> float:
+        """The part of an op's largest tensor that a device has, given its local results and operands."""
+        whole = [self.placed.program.type_of(name).num_elements for name in (*op.results, *op.operands)]
+        largest = max(range(len(whole)), key=lambda index: whole[index])
+        return types[largest].num_elements / max(1, whole[largest])
 
     def _add_move(self, reshard: Reshard) -> None:
         source = self.located[reshard.source]

@@ -143,7 +143,7 @@ def _with_kept(graph: Graph, region: Region, width: InnerWidth) -> InnerWidth:
         cut[first + place] = replace(cut[first + place], shape=tuple(shape))
     result = (graph.types[region.end.results[0]],)
     kept, less = (
-        SavesMeter().saved(op, tuple(kinds), result, tuple(kind.is_floating for kind in kinds))[1]
+        SavesMeter().saved(op, tuple(kinds), result, tuple(kind.is_floating for kind in kinds)).extra_bytes
         for kinds in (whole, cut)
     )
     num_rows = max(1, whole[0].shape[0])

@@ -33,13 +33,13 @@ def attach_factors(graph: Graph) -> Graph:
         if call not in matches:
             matches[call] = _match(op, operands, results)
         match, source = matches[call]
-        saves, extra = meter.saved(op, operands, results, needs)
-        plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
+        kept, plain = meter.saved(op, operands, results, needs), meter.saved_by_products(op, operands, needs)
         options = tuple(option.with_gradients_of(needs) for option in match.options)
         return {
             "options": options, "rule_source": source, "size_args": match.size_args, "is_view": match.is_view,
-            "is_random": family_of(op.target).draws(op), "saves": saves, "saved_extra_bytes": extra,
-            "plain_saves": plain_saves, "plain_saved_extra_bytes": plain_extra,
+            "is_random": family_of(op.target).draws(op), "saves": kept.saves, "saved_extra_bytes": kept.extra_bytes,
+            "temporary_bytes": tuple(kept.temporaries), "plain_saves": plain.saves,
+            "plain_saved_extra_bytes": plain.extra_bytes, "plain_temporary_bytes": tuple(plain.temporaries),
         }  # fmt: skip
 
     def step(op: Op) -> list[Op]:

@@ -19,7 +19,11 @@ from tests.ops.harness import Sample, as_op, call, sample, tensor_type
 from tests.ops.samples import all_samples
 
 SCALARS = 64  # bytes of what is no tensor of the operands' size: a mean, a count
-REDUCTIONS = ("aten.logsumexp", "aten.var.", "aten.std.")
+REDUCTIONS = (
+    "aten.logsumexp", "aten.var", "aten.std", "aten.amax", "aten.amin", "aten.linalg_vector_norm", "aten.norm",
+    "aten.cumsum", "aten.logcumsumexp", "aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss",
+    "aten.binary_cross_entropy.", "aten.roll",
+)  # fmt: skip
 
 
 class _Allocations(DispatchMode):

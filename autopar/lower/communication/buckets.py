@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.lower.communication.collectives import Handle, merge_stack, split_stack
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.moves import COLLECTIVE_KINDS, Move, backward_moves, forward_moves, run_move
+from autopar.lower.communication.moves import COLLECTIVE_KINDS, Move, backward_moves, forward_moves, run_moves
 from autopar.placement import Step
 
 __all__ = ["BucketHandle", "start_gather_bucket", "start_reduce_bucket"]
@@ -85,7 +85,7 @@ class BucketHandle:
         waiting: dict[tuple[Move, torch.dtype], list[int]] = {}
         for index, left in enumerate(self._left):
             while left and left[0].kind not in COLLECTIVE_KINDS:
-                self._xs[index] = run_move(self._xs[index], left.pop(0), self._communicator)
+                self._xs[index] = run_moves(self._xs[index], (left.pop(0),), self._communicator)
             if left:
                 key = (Move(left[0].axis, left[0].kind, -1, -1), self._dtypes[index])
                 waiting.setdefault(key, []).append(index)

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.lower.communication.communicator import Communicator, TracedCommunicator
 from autopar.placement import Axis, Placement, Step
 
-__all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_move"]
+__all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_moves"]
 
 COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 
@@ -54,11 +54,15 @@ def _moves(axis: Axis, kind: str, src: Placement, dst: Placement) -> Iterator[Mo
         yield Move(axis, "collect", src.dim, src.dim, src.parts)
 
 
-def run_move(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    """The local part of the tensor after `move`, outside autograd."""
-    if move.axis.size == 1 or move.kind == "none":
-        return x
-    return _MOVES[move.kind](x, move, communicator)
+def run_moves(x: Tensor, moves: Sequence[Move], communicator: Communicator) -> Tensor:
+    """The local part of the tensor after `moves`, outside autograd."""
+    own = [move for move in moves if move.axis.size > 1 and move.kind != "none"]
+    for index, move in enumerate(own):
+        x = _MOVES[move.kind](x, move, communicator)
+        is_cut_again = index + 1 < len(own) and own[index + 1].kind == "slice"
+        if move.kind == "slice" and not is_cut_again:
+            x = x.clone(memory_format=torch.contiguous_format)  # a view would keep the whole tensor alive
+    return x
 
 
 def _slice(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
@@ -67,8 +71,7 @@ def _slice(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
         raise ValueError(
             f"dim {move.dim} of a tensor of shape {tuple(x.shape)} does not divide by {move.axis.size} devices"
         )
-    own = x.narrow(move.dim, move.axis.coordinate(communicator.rank) * length, length)
-    return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole tensor alive
+    return x.narrow(move.dim, move.axis.coordinate(communicator.rank) * length, length)
 
 
 def _pad(x: Tensor, move: Move, communicator: Communicator) -> Tensor:

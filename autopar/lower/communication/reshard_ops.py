@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
+from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_moves
 from autopar.lower.communication.sharded_rows import ShardedRows
 from autopar.placement import REPLICATE, Layout, Step, reshard
 
@@ -41,12 +41,12 @@ def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) 
     moves: Sequence[Move] = forward_moves(steps)
     if isinstance(x, ShardedRows):
         x, moves = x.part(moves, communicator.rank)
-    return _run(x.detach(), moves, communicator)
+    return run_moves(x.detach(), moves, communicator)
 
 
 def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
     """Run the `backward` of `steps` in reverse order on a gradient, outside autograd."""
-    return _run(gradient.detach(), backward_moves(steps), communicator)
+    return run_moves(gradient.detach(), backward_moves(steps), communicator)
 
 
 def whole_copy(part: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
@@ -66,12 +66,6 @@ def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
         raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {count} microbatches")
     length = x.shape[dim] // count
     return x.narrow(dim, index * length, length)
-
-
-def _run(x: Tensor, moves: Sequence[Move], communicator: Communicator) -> Tensor:
-    for move in moves:
-        x = run_move(x, move, communicator)
-    return x
 
 
 class _Reshard(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autopar.lower.autograd import backward_token, edge_of, run_backward_from
+from autopar.lower.autograd import backward_token, edge_of, enter_graph, run_backward_from
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
@@ -41,10 +41,12 @@ class LayerPass:
         self._runner = runner
         self._offloaded = offloaded
         self._parameters = parameters
-        self._leaves: dict[str, Tensor] = {}
+        self._leaves: dict[str, Tensor] = {}  # where the gradients of what it reads arrive
         self._roots: dict[str, GradientEdge] = {}
         self._split: SplitBackward | None = None
-        inputs = [reshard_tensor(self._read(values, name), steps, context.communicator) for name, steps in runner.moves]
+        read = {name: self._read(values, name) for name in dict.fromkeys(name for name, _ in runner.moves)}
+        inputs = [reshard_tensor(read[name], steps, context.communicator) for name, steps in runner.moves]
+        del read
         self._forget_parts(runner)
         outputs = runner.run(parameters, inputs, context, offloaded)
         named = dict(zip(runner.layer.outputs, outputs, strict=True))
@@ -61,10 +63,14 @@ class LayerPass:
             self._source = edge_of(backward_token(take, *(named[name] for name in self._all_roots)))
 
     def _read(self, values: StageValues, name: str) -> Tensor:
+        x = values.tensors[name]
         if name not in values.differentiable or not torch.is_grad_enabled():
-            return values.tensors[name]
-        if name not in self._leaves:
-            self._leaves[name] = values.tensors[name].detach().requires_grad_()
+            return x
+        if x.is_contiguous():  # backward keeps it only if some op saves it
+            self._leaves[name] = _without_data(x).requires_grad_()
+            return enter_graph(x, self._leaves[name])
+        # Autograd lays a leaf's gradient out as the leaf is, which takes its strides, and so its memory.
+        self._leaves[name] = x.detach().requires_grad_()
         return self._leaves[name]
 
     def _forget_parts(self, runner: LayerRunner) -> None:
@@ -153,7 +159,11 @@ class LayerPass:
 
 
 def _forget_data(leaf: Tensor) -> None:
-    leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+    leaf.data = _without_data(leaf)
+
+
+def _without_data(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:
