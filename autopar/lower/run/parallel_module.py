@@ -282,7 +282,7 @@ class ParallelModule(StepCalls):
             check_values(compared)
             # What decides which program runs is compared before it runs; its values were waited for already.
             inputs = [(n, x.cpu() if n in executor.executable.read_values else x) for n, x in compared]
-            return ready, [*inputs, *named_plain(args, kwargs)]
+            return ready, [*inputs, *executor.executable.computed_values, *named_plain(args, kwargs)]
 
         ready, problem = attempt(look_up)
         if ready is None and problem is None:
