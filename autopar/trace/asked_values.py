@@ -10,13 +10,13 @@ later calls compute theirs, to be compared with it.  Questions are told apart by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.trace import torch_internals, torch_recording
-from autopar.trace.input_computations import Computation, Operand, Step
+from autopar.trace.input_computations import Computation, Operand, Step, map_arguments
 from autopar.trace.read_inputs import UnansweredError
 from autopar.trace.recorded_computations import computation_of
 from autopar.trace.signature import MOST_READ, CallForm, ReadValues
@@ -25,6 +25,11 @@ from autopar.trace.source_lines import user_line
 __all__ = ["AskedValues", "Questions"]
 
 _NUMBERS = ("item", "__bool__", "__int__", "__index__")
+_FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty"})
+_WITH_SIZES = _FACTORIES | {
+    "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "view", "reshape", "expand",
+}  # fmt: skip
+"""Functions that read numbers of tensors where Python does not see it; those that are no factories of a tensor."""
 _PLACES = frozenset({"nonzero", "argwhere", "where"})
 
 
@@ -33,6 +38,7 @@ class AskedValues:
 
     Attributes:
         asked: the lines that ask what could be answered, in order.
+        sizes: those whose answers are sizes.
         reads: the answers that were given, by what gives them.
     """
 
@@ -49,6 +55,7 @@ class AskedValues:
         self._answered = answered
         self._places: dict[fx.Node, int] = {}
         self.asked: list[str] = []
+        self.sizes: set[str] = set()
         self.reads: dict[Computation, ReadValues] = {}
 
     @property
@@ -69,7 +76,12 @@ class AskedValues:
         recorder = torch_recording.recorder()
         return None if recorder is None else computation_of(recorder, x, self._places)
 
-    def answer(self, x: Tensor, *, are_places: bool = False) -> Tensor | None:
+    @property
+    def last_asked(self) -> frozenset[str]:
+        """The lines to answer where a trace ends: that which asked last, or whose sizes it may have ended at."""
+        return frozenset([*self.asked[-1:], *self.sizes])
+
+    def answer(self, x: Tensor, *, are_places: bool = False, is_size: bool = False) -> Tensor | None:
         """What is in `x`, or where it is not zero ([entries, dims]), as a tensor whose values the trace knows.
 
         None if this does not follow from inputs alone, or the line's questions stay open.
@@ -84,6 +96,7 @@ class AskedValues:
         where = user_line()
         if where not in self._answered:
             self.asked.append(where)
+            self.sizes |= {where} if is_size else set()
             return None
         if are_places:
             last = Operand(len(computation.places) + len(computation.steps) - 1)
@@ -137,11 +150,19 @@ class Questions(TorchFunctionMode):
         named = kwargs or {}
         name = getattr(func, "__name__", "")
         x = args[0] if args else named.get("input")
+        if name in _WITH_SIZES:
+            own = 0 if name in _FACTORIES else 1
+            args = (*args[:own], *map_arguments(tuple(args[own:]), self._size))
+            named = {key: map_arguments(arg, self._size) for key, arg in named.items()}
         if func in self._numbers and isinstance(x, Tensor):
             known = self._asked.answer(x)
             return func(*args, **named) if known is None else func(known)
         if name in _PLACES and isinstance(x, Tensor) and (name != "where" or len(args) + len(named) == 1):
-            places = self._asked.answer(x, are_places=True)
+            places = self._asked.answer(x, are_places=True, is_size=True)
             if places is not None:
                 return places.unbind(1) if name == "where" or named.get("as_tuple") else places
         return func(*args, **named)
+
+    def _size(self, x: Any) -> Any:
+        known = self._asked.answer(x, is_size=True) if isinstance(x, Tensor) and not x.dim() else None
+        return x if known is None else cast("int", known.item())

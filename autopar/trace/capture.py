@@ -346,7 +346,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         explained = _explain(error, form, wrapper.get_submodule(WRAPPED))
         if isinstance(explained, ValueReadError):
             explained.inputs = wrapper.records.read
-            explained.asked = frozenset(wrapper.questions.asked[-1:])
+            explained.asked = wrapper.questions.last_asked
             explained.converted = tuple(wrapper.records.converted.values())
         raise explained from error
 

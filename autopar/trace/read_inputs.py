@@ -29,6 +29,7 @@ __all__ = [
     "UnansweredError",
     "UnreadInputError",
     "ValueReadError",
+    "also_asking",
     "inputs_behind",
     "known_values",
     "reading",
@@ -67,6 +68,16 @@ class ValueReadError(UnansweredError):
     """The user's line."""
     converted: tuple[Names, ...] = ()
     """The names of the modules that made a number of a tensor by ``int(x)`` or the like."""
+
+
+@contextmanager
+def also_asking(first: UnansweredError) -> Generator[None]:
+    """Inside, errors name the lines of `first`, too: to answer them may help where values of inputs don't."""
+    try:
+        yield
+    except UnansweredError as error:
+        error.asked |= first.asked
+        raise
 
 
 def with_values(form: CallForm, tensors: Sequence[Tensor], error: ValueReadError) -> CallForm:

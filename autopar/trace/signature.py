@@ -164,7 +164,7 @@ class ComputedValues(NamedTuple):
 def computed_texts(values: Sequence[ComputedValues]) -> tuple[tuple[str, str], ...]:
     """For each of `values`, what it is, and its value."""
     return tuple(
-        (f"what follows from {_names_text(each.inputs)} ({number}, {each.where})", f"{list(each.values)} {each.shape}")
+        (f"{_names_text(each.inputs)} ({each.where}, {number})", f"{list(each.values)} {each.shape}")
         for number, each in enumerate(values)
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -45,7 +46,14 @@ from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.loss_output import find_loss
 from autopar.trace.model_outputs import ModelOutputs
 from autopar.trace.op_dtypes import check_dtypes
-from autopar.trace.read_inputs import UnansweredError, UnreadInputError, ValueReadError, reading, with_values
+from autopar.trace.read_inputs import (
+    UnansweredError,
+    UnreadInputError,
+    ValueReadError,
+    also_asking,
+    reading,
+    with_values,
+)
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import CallForm, ComputedValues, call_form, make_flatten
 from autopar.trace.structure import Dropped, Structure, carried, walk
@@ -235,12 +243,11 @@ def _capture_with_inputs(
     try:
         return _capture_once(model, form, tensors, how)
     except ValueReadError as error:
-        if not error.converted:
-            return _capture_with_values(model, with_values(form, tensors, error), tensors, how, ())
         first = error
-    try:
-        return _capture_with_values(model, form, tensors, how, first.converted)
-    except AutoparError:
+    with also_asking(first):
+        if first.converted:
+            with suppress(AutoparError):
+                return _capture_with_values(model, form, tensors, how, first.converted)
         return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
 
 
