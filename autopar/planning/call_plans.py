@@ -55,6 +55,7 @@ from autopar.trace import (
     Traced,
     check_one_graph,
     compare,
+    computed_texts,
     ignored_labels,
     reading_last_entry,
 )
@@ -337,5 +338,5 @@ def executable_of(traced: Traced, plan: Plan, *, keeps_copies: bool = False) -> 
     """What runs the calls that were traced, by a plan."""
     return Executable(
         traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
-        read_values=frozenset(traced.read_values),
+        read_values=frozenset(traced.read_values), computed_values=computed_texts(traced.computed_values),
     )  # fmt: skip

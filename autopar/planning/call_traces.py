@@ -166,7 +166,7 @@ class CallTraces:
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""
         model = as_model(self.twin, mode.part)
-        positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
+        positional, named = map_leaves(_with_values, (tuple(args), dict(kwargs)))
         known = self._known.setdefault(mode, [])
         for settings, traced in known:
             if settings != self._settings:
@@ -224,6 +224,12 @@ def on_meta(model: nn.Module) -> nn.Module:
         return made[id(tensor)]
 
     return copy_with(model, [*model.parameters(), *model.buffers()], swap)
+
+
+def _with_values(x: Any) -> Any:
+    """What a trace takes of an input: a tensor as it is, as forward may ask what follows from its values."""
+    is_kept = isinstance(x, Tensor) and not (x.is_meta or isinstance(x, CarriedTensor) or can_be_read(x.shape, x.dtype))
+    return x.detach().requires_grad_(x.requires_grad) if is_kept else shape_of(x)
 
 
 def shape_of(x: Any) -> Any:

@@ -17,7 +17,7 @@ from autopar.trace.loss_output import without_loss
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
 from autopar.trace.shared_memory import check_memory
-from autopar.trace.signature import as_batch, bind, can_be_read, default_example_inputs
+from autopar.trace.signature import as_batch, bind, can_be_read, computed_texts, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, is_wrapped_number
 from autopar.trace.tracing import Traced, trace
@@ -39,6 +39,7 @@ __all__ = [
     "check_memory",
     "check_one_graph",
     "compare",
+    "computed_texts",
     "copy_with",
     "default_example_inputs",
     "dense_flex_attention",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.objects.references import redirect
 from autopar.trace import export_shortcuts, torch_internals
+from autopar.trace.asked_values import AskedValues, Questions
 from autopar.trace.assigned_attributes import AttributeWatch, Changed
 from autopar.trace.assigned_buffers import written_assignments
 from autopar.trace.attribute_reads import Reads, recorded_reads
@@ -35,11 +36,18 @@ from autopar.trace.inner_gradients import traced_gradients
 from autopar.trace.model_outputs import Assignment
 from autopar.trace.multihead_attention import batch_first_attention
 from autopar.trace.past_autograd import PastAutograd
-from autopar.trace.read_inputs import MOST_COMPUTED, ValueReadError, inputs_behind, known_values, with_values_of
+from autopar.trace.read_inputs import (
+    MOST_COMPUTED,
+    UnansweredError,
+    ValueReadError,
+    inputs_behind,
+    known_values,
+    with_values_of,
+)
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.running_statistics import written_statistics
 from autopar.trace.selections import Selections, refuse_output
-from autopar.trace.signature import CallForm
+from autopar.trace.signature import CallForm, ReadValues
 from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 from autopar.trace.tracing_questions import UndecidedMaskError, answered_as_called
@@ -82,6 +90,8 @@ class Captured:
         reads: attributes that the forward read, numbers and the like: path of the module, name.
         assigned: attributes that it set; their tensors come behind those that it returned.
         changed: attributes that it read and then set.
+        answers: what follows from inputs and is constant in the graph.
+        asked: lines that ask for what could be such a constant.
     """
 
     exported: Functional
@@ -93,13 +103,16 @@ class Captured:
     reads: frozenset[tuple[str, str]] = frozenset()
     assigned: tuple[Assignment, ...] = ()
     changed: tuple[Changed, ...] = ()
+    answers: tuple[ReadValues, ...] = ()
+    asked: frozenset[str] = frozenset()
 
 
 class _Wrapper(nn.Module):
     """Calls the user's module on a flat list of tensors and returns one; export sees nothing else."""
 
-    def __init__(self, module: nn.Module, form: CallForm, autocast: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, form: CallForm, autocast: torch.dtype | None, questions: AskedValues) -> None:
         super().__init__()
+        self.questions = questions
         self._autocast = autocast
         self.add_module(WRAPPED, module)
         self._form = form
@@ -109,12 +122,14 @@ class _Wrapper(nn.Module):
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
+        self.questions.begin(tensors)
         try:
             with (
                 written_assignments(self.get_submodule(WRAPPED)),
                 features_in_order(order),
                 RepeatedCalls(),
-                Selections(),
+                Questions(self.questions),
+                Selections(self.questions),
                 PastAutograd(training=self.training),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
@@ -169,12 +184,14 @@ def capture(
     dtype: torch.dtype | None,
     autocast: torch.dtype | None = None,
     settings: Sequence[Changed] = (),
+    answered: frozenset[str] = frozenset(),
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
     A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
-    have values like those that a forward has given them.
+    have values like those that a forward has given them.  What lines of `answered` ask, and follows from inputs alone,
+    is constant.
 
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
@@ -182,7 +199,9 @@ def capture(
         OutputError: the model returns no tensor.
     """
     asked: list[str] = []
-    how: dict[str, Any] = {"training": training, "dtype": dtype, "autocast": autocast, "settings": settings}
+    how: dict[str, Any] = {
+        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
+    }  # fmt: skip
     try:
         with answered_as_called(lambda: asked.append(user_line())):
             return _capture_once(model, form, tensors, **how)
@@ -203,6 +222,7 @@ def _capture_once(
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
     settings: Sequence[Changed],
+    answered: frozenset[str],
 ) -> Captured:
     names, own = _tensor_names(model)
     mode = torch_internals.fake_mode()
@@ -213,7 +233,8 @@ def _capture_once(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast)
+    questions = AskedValues(form, tensors, answered)
+    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
     wrapper.training = training
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
@@ -229,7 +250,7 @@ def _capture_once(
     records = wrapper.records
     return Captured(
         exported, wrapper.records.outputs, classes, names, own, records.notes, frozenset(reads.found), records.assigned,
-        records.changed,
+        records.changed, tuple(questions.reads.values()), frozenset(questions.asked),
     )  # fmt: skip
 
 
@@ -299,14 +320,14 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note))
                 patches.enter_context(torch_internals.unread_masks())
-                patches.enter_context(torch_internals.known_constants(MOST_COMPUTED if form.reads else _MOST_ENTRIES))
-                patches.enter_context(known_values() if form.reads else nullcontext())
+                patches.enter_context(_known_numbers(bool(form.reads) or wrapper.questions.are_answered))
                 patches.enter_context(_unlogged())
                 patches.enter_context(torch_internals.unprinted_graphs())
                 patches.enter_context(written_statistics())
                 patches.enter_context(counts_of_known_length())
                 patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))
+                patches.enter_context(torch_internals.intercept_lists(wrapper.questions.list_of))
                 patches.enter_context(noted_conversions(note_conversion))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(export_shortcuts.late_code())
@@ -316,14 +337,26 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
                 export_shortcuts.inline_grad_regions(exported.graph_module)
                 return decompose(exported)
+    except UnansweredError as error:
+        error.asked &= frozenset(wrapper.questions.asked)
+        raise
     except AutoparError:
         raise
     except Exception as error:
         explained = _explain(error, form, wrapper.get_submodule(WRAPPED))
         if isinstance(explained, ValueReadError):
             explained.inputs = wrapper.records.read
+            explained.asked = wrapper.questions.last_asked
             explained.converted = tuple(wrapper.records.converted.values())
         raise explained from error
+
+
+@contextmanager
+def _known_numbers(has_values: bool) -> Generator[None]:
+    """Inside, torch knows what is computed from numbers; from many, if `has_values` of the call."""
+    most = MOST_COMPUTED if has_values else _MOST_ENTRIES
+    with torch_internals.known_constants(most), known_values() if has_values else nullcontext():
+        yield
 
 
 @contextmanager

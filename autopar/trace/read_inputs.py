@@ -9,7 +9,7 @@ parameters, and ids of tokens are other ones in every batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -20,12 +20,16 @@ from torch import Tensor, fx
 
 from autopar.errors import TraceError
 from autopar.trace import torch_recording
-from autopar.trace.signature import MOST_READ, CallForm, ReadValues, can_be_read, values_of
+from autopar.trace.input_computations import Computation
+from autopar.trace.signature import MOST_READ, CallForm, ReadValues, can_be_read
 from autopar.trace.unknown_numbers import Names
 
 __all__ = [
     "MOST_COMPUTED",
+    "UnansweredError",
+    "UnreadInputError",
     "ValueReadError",
+    "also_asking",
     "inputs_behind",
     "known_values",
     "reading",
@@ -42,7 +46,20 @@ _MOST_BRANCHED_ON = 16
 _SYMBOLS = re.compile(r"\bz?uf?\d+\b")  # of numbers that depend on data, as torch names them
 
 
-class ValueReadError(TraceError):
+class UnansweredError(TraceError):
+    """A trace can't go on without what follows from values; `asked` are the lines that ask what could be answered."""
+
+    def __init__(self, message: str, asked: Collection[str] = ()) -> None:
+        """`message` for the user."""
+        super().__init__(message)
+        self.asked = frozenset(asked)
+
+
+class UnreadInputError(UnansweredError):
+    """It follows from an input that is too large, or has no values here."""
+
+
+class ValueReadError(UnansweredError):
     """Python needs a number that depends on data."""
 
     inputs: tuple[int, ...] = ()
@@ -53,26 +70,38 @@ class ValueReadError(TraceError):
     """The names of the modules that made a number of a tensor by ``int(x)`` or the like."""
 
 
+@contextmanager
+def also_asking(first: UnansweredError) -> Generator[None]:
+    """Inside, errors name the lines of `first`, too: to answer them may help where values of inputs don't."""
+    try:
+        yield
+    except UnansweredError as error:
+        error.asked |= first.asked
+        raise
+
+
 def with_values(form: CallForm, tensors: Sequence[Tensor], error: ValueReadError) -> CallForm:
     """The form of calls with the values of the inputs that `error` names as well.
 
     Raises:
         TraceError: what `error` says, where their values don't help, are not known or are too many.
     """
-    known = {read.place for read in form.reads}
-    places = [place for place in error.inputs if place not in known]
+    before = {read.place for read in form.reads}
+    places = [place for place in error.inputs if place not in before]
     made: list[ReadValues] = []
     for place in places:
-        values = values_of(tensors[place]) if can_be_read(form.shapes[place], form.dtypes[place]) else ()
-        if not values:
-            why = "has no values here" if values is None else f"has more than {MOST_READ:,} entries"
-            raise TraceError(
+        computation, is_small = Computation((place,)), can_be_read(form.shapes[place], form.dtypes[place])
+        known = computation.known(tensors) if is_small else None
+        if known is None or not known.values:
+            why = "has no values here" if is_small and known is None else f"has more than {MOST_READ:,} entries"
+            raise UnreadInputError(
                 f"{error}. It follows from input {form.names[place]!r} {list(form.shapes[place])}, which {why}: a plan "
-                "could be for its values otherwise, and calls with others would be planned when they come"
+                "could be for its values otherwise, and calls with others would be planned when they come",
+                error.asked,
             ) from error
-        made.append(ReadValues(place, values, error.where))
+        made.append(ReadValues(computation, known, error.where))
     if not made:
-        raise TraceError(str(error)) from error
+        raise UnansweredError(str(error), error.asked) from error
     return replace(form, reads=(*form.reads, *made))
 
 
@@ -80,8 +109,8 @@ def with_values_of(form: CallForm, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The inputs of a trace under way, with constants for those whose values the form has."""
     made = list(tensors)
     for read in form.reads:
-        place = read.place
-        made[place] = torch.tensor(read.values, dtype=form.dtypes[place]).view(form.shapes[place])
+        if read.place >= 0:
+            made[read.place] = read.known.tensor()
     return made
 
 

@@ -25,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.asked_values import AskedValues
 from autopar.trace.feature_order import put_rows
+from autopar.trace.read_inputs import UnansweredError
 from autopar.trace.source_lines import user_line
 
 __all__ = ["Selected", "Selections", "refuse_output"]
@@ -115,7 +117,7 @@ class Selected:
         method: Any = getattr(Tensor, name, None)
         if method is None:
             raise AttributeError(name)
-        return partial(_call_method, method, self) if callable(method) else _refuse(name)
+        return partial(_call_method, method, self) if callable(method) else _refuse(name, masks=[self.mask])
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +140,11 @@ class Selections(TorchFunctionMode):
     ``torch.tensor([loss])`` fails after it was put back.
     """
 
+    def __init__(self, questions: AskedValues) -> None:
+        """Where a mask selects, if `questions` answer that, is known, and it selects a tensor of that many rows."""
+        super().__init__()
+        self._questions = questions
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -147,27 +154,32 @@ class Selections(TorchFunctionMode):
         if func is Tensor.__setitem__ and _write(*args):
             return None
         if func is Tensor.__getitem__:
-            selected = _select(*args)
+            selected = _select(self._questions, *args)
         elif func in (Tensor.masked_select, torch.masked_select):
-            selected = _select_masked(*args, **given)
+            selected = _select_masked(self._questions, *args, **given)
         else:
             selected = None
         return func(*args, **given) if selected is None else selected
 
 
-def _select_masked(input: Tensor, mask: Tensor, **kwargs: Any) -> Selected | Tensor | None:
+def _select_masked(questions: AskedValues, input: Tensor, mask: Tensor, **kwargs: Any) -> Selected | Tensor | None:
     broadcast: Any = cast("Any", torch).broadcast_shapes
     shape = broadcast(input.shape, mask.shape)
-    return None if kwargs else _select(input.expand(shape), mask.expand(shape))
+    return None if kwargs else _select(questions, input.expand(shape), mask.expand(shape))
 
 
-def _select(x: Any, index: Any) -> Selected | Tensor | None:
+def _select(questions: AskedValues, x: Any, index: Any) -> Selected | Tensor | None:
     """``x[index]`` if that is a selection by a boolean tensor, else None."""
     mask = _mask_of(x, index)
     if mask is None:
         return None
     if torch_internals.has_known_values(mask):
         return x[mask.nonzero().unbind(1)]
+    # What of results a mask selects, as in a loss, is other in every batch; which inputs there are is asked here.
+    places = questions.answer(mask, are_places=True) if questions.computation_of(x) else None
+    if places is not None:
+        rest = x.shape[mask.dim() :]
+        return x.reshape(-1, *rest).clone() if len(places) == mask.numel() else x[places.unbind(1)]
     return Selected(x, _Mask(mask.clone(), mask, mask._version, user_line())).harmless()
 
 
@@ -181,10 +193,10 @@ def _write(x: Any, index: Any, value: Any) -> bool:
         return False
     mask = _mask_of(x, index)
     if mask is None or not value.mask.is_same(_Mask(mask, mask, mask._version, user_line())):
-        _refuse("__setitem__", "of what another mask selects (use one mask tensor for both)")
+        _refuse("__setitem__", "of what another mask selects (use one mask tensor for both)", [value.mask])
     rest = x.shape[mask.dim() :]
     if value.num_rest > len(rest):
-        _refuse("__setitem__", "of fewer dims")
+        _refuse("__setitem__", "of fewer dims", [value.mask])
     aligned = value.values.reshape(*mask.shape, *[1] * (len(rest) - value.num_rest), *value.values.shape[mask.dim() :])
     chosen = mask.reshape(*mask.shape, *[1] * len(rest))
     x.copy_(torch.where(chosen, aligned.to(x.dtype), x))
@@ -218,7 +230,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     plain = name.strip("_")
     chosen = [x for x in (*args, *kwargs.values()) if isinstance(x, Selected)]
     if not chosen or any(not x.mask.is_same(chosen[0].mask) for x in chosen):
-        _refuse(name, "together with what another mask selects (use one mask tensor for both)")
+        _refuse(
+            name, "together with what another mask selects (use one mask tensor for both)", [x.mask for x in chosen]
+        )
     first = chosen[0]
     if plain in ("sum", "mean") and args[0] is first:
         return _reduce(first, plain, *args[1:], **kwargs)
@@ -228,7 +242,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = _with_rows(first, args, kwargs)
         how = kwargs.pop("reduction", "mean")
         terms = _apply(func, args, {**kwargs, "reduction": "none"}, is_finite=False)
-        return terms if how == "none" else _reduce(terms, how) if how in ("mean", "sum") else _refuse(name)
+        return (
+            terms
+            if how == "none"
+            else _reduce(terms, how)
+            if how in ("mean", "sum")
+            else _refuse(name, masks=[first.mask])
+        )
     if plain in _BY_ROW and all(
         _is_of_rest(dim, first) for dim in (kwargs.get("dim", -1), *args[1:2]) if type(dim) is int
     ):
@@ -237,7 +257,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = _with_rows(first, args, kwargs)
     rest = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > first.num_rest]
     if plain not in _BY_ELEMENT or rest or (name.endswith("_") and not name.startswith("_")):
-        _refuse(name)
+        _refuse(name, masks=[first.mask])
     return _apply(func, args, kwargs, is_finite=plain in _FINITE)
 
 
@@ -278,7 +298,7 @@ def _reduce(selected: Selected, how: str, dim: Any = None, keepdim: bool = False
         return selected.reduced(how, dim=0)
     if isinstance(dim, int) and _is_of_rest(dim, selected):
         return Selected(getattr(selected.values, how)(dim, keepdim, **kwargs), selected.mask)
-    return _refuse(how)
+    return _refuse(how, masks=[selected.mask])
 
 
 def _cross_entropy(
@@ -296,9 +316,10 @@ def _cross_entropy(
     return Selected(result.view(target.values.shape), target.mask) if kwargs.get("reduction") == "none" else result
 
 
-def _refuse(name: str, more: str = "of what a boolean mask selects") -> NoReturn:
-    raise TraceError(
+def _refuse(name: str, more: str = "of what a boolean mask selects", masks: Sequence[_Mask] = ()) -> NoReturn:
+    raise UnansweredError(
         f"{user_line()}: {name} {more} needs a size that depends on values; what a mask selects can go through "
         "ops that work element by element or along its last dim, into a sum, a mean or a loss. Use fixed sizes and "
-        "masks (torch.where) instead"
+        "masks (torch.where) instead",
+        [mask.where for mask in masks],
     )

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +16,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
-from autopar.trace import torch_internals
+from autopar.trace.input_computations import Computation, Known
 from autopar.trace.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
 from autopar.user_text.suggestions import kind_of
 
 __all__ = [
     "MOST_READ",
     "CallForm",
+    "ComputedValues",
     "ReadValues",
     "as_batch",
     "bind",
     "call_form",
     "can_be_read",
     "check_model",
+    "computed_texts",
     "default_example_inputs",
     "signature_text",
-    "values_of",
 ]
 
 # The sizes of 341 images.  Ids of tokens are mostly more, and differ in every batch, for each of which to plan anew
@@ -129,23 +130,43 @@ def can_be_read(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex) and math.prod(shape) <= MOST_READ
 
 
-def values_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """What is in a tensor of integers, in row-major order; None where that is not known."""
-    if tensor.is_meta or torch_internals.is_fake(tensor):
-        return None
-    numbers: Any = tensor.flatten()
-    return tuple(numbers.tolist())
-
-
 @dataclass(frozen=True)
 class ReadValues:
-    """An input whose values forward reads in Python: its place among the tensors, the values in row-major order, and
-    the line that reads them.
+    """What forward reads in Python: an input, or what follows from inputs alone.
+
+    Args:
+        computation: what gives it in a call; without steps an input.
+        known: what it gave in the call that was traced.
+        where: the line that reads it.
     """
 
-    place: int
+    computation: Computation
+    known: Known
+    where: str
+
+    @property
+    def place(self) -> int:
+        """The place of the input that is read as it is among the tensors; -1: something is computed first."""
+        return -1 if self.computation.steps else self.computation.places[0]
+
+
+class ComputedValues(NamedTuple):
+    """What follows from `inputs` (by name) and is read at the line `where`: the shape and the values, in row-major
+    order.
+    """
+
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
     values: tuple[int, ...]
     where: str
+
+
+def computed_texts(values: Sequence[ComputedValues]) -> tuple[tuple[str, str], ...]:
+    """For each of `values`, what it is, and its value."""
+    return tuple(
+        (f"{_names_text(each.inputs)} ({each.where}, {number})", f"{list(each.values)} {each.shape}")
+        for number, each in enumerate(values)
+    )
 
 
 @dataclass(frozen=True)
@@ -153,8 +174,8 @@ class CallForm:
     """What every call of a traced model must look like: the structure of its arguments, and each tensor's
     type.
 
-    `cast` is the dtype that floating inputs are turned into (mixed precision), or None; `reads` are the inputs whose
-    values must be equal too.
+    `cast` is the dtype that floating inputs are turned into (mixed precision), or None; `reads` is what of the
+    values of inputs must be equal too.
     """
 
     model_signature: inspect.Signature
@@ -169,17 +190,41 @@ class CallForm:
     @property
     def read_values(self) -> dict[str, tuple[int, ...]]:
         """The inputs whose values must be equal too, by name."""
-        return {self.names[read.place]: read.values for read in self.reads}
+        return {self.names[read.place]: read.known.values for read in self.reads if read.place >= 0}
+
+    @property
+    def computed_values(self) -> tuple[ComputedValues, ...]:
+        """What follows from inputs and must be equal too."""
+        return tuple(
+            ComputedValues(self._inputs_of(read), read.known.shape, read.known.values, read.where)
+            for read in self.reads
+            if read.place < 0
+        )
 
     @property
     def notes(self) -> list[str]:
         """What the user should know."""
-        return [
-            f"{read.where or 'the model'}: forward reads the values of input {self.names[read.place]!r} "
-            f"{list(self.shapes[read.place])} in Python, so this plan is for these values only: calls with others are "
-            "planned when they first come"
-            for read in self.reads
-        ]
+        return list(dict.fromkeys(map(self._note, self.reads)))
+
+    def _note(self, read: ReadValues) -> str:
+        where = read.where or "the model"
+        if read.place < 0:
+            return (
+                f"{where}: forward reads in Python what follows from input {_names_text(self._inputs_of(read))}, so "
+                "this plan is for calls with the same there: others are planned when they first come"
+            )
+        return (
+            f"{where}: forward reads the values of input {self.names[read.place]!r} {list(self.shapes[read.place])} in "
+            "Python, so this plan is for these values only: calls with others are planned when they first come"
+        )
+
+    def _inputs_of(self, read: ReadValues) -> tuple[str, ...]:
+        return tuple(self.names[place] for place in read.computation.places)
+
+    def cast_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a call in the dtypes of the trace."""
+        cast = self.cast
+        return [t.to(cast) if cast not in (None, t.dtype) and t.is_floating_point() else t for t in tensors]
 
     @property
     def inputs_text(self) -> str:
@@ -264,17 +309,19 @@ class _Forward:
                     f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was made for "
                     f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
                 )
-        for read in self.form.reads:
-            self._compare_values(read, tensors[read.place])
-        cast = self.form.cast
-        return [t.to(cast) if cast not in (None, t.dtype) and t.is_floating_point() else t for t in tensors]
+        made = self.form.cast_inputs(tensors)
+        for read in self.form.reads:  # in order: what is computed later may hold only if these are equal
+            self._compare_values(read, made)
+        return made
 
-    def _compare_values(self, read: ReadValues, tensor: Tensor) -> None:
-        values = values_of(tensor)
-        if values != read.values:
-            given = "no values" if values is None else f"the values {list(values)}"
+    def _compare_values(self, read: ReadValues, tensors: Sequence[Tensor]) -> None:
+        known = read.computation.known(tensors)
+        if known is None or known[:2] != read.known[:2]:
+            given = "no values" if known is None else f"the values {list(known.values)}"
+            names = _names_text(tuple(self.form.names[place] for place in read.computation.places))
+            what = f"input {names}" if read.place >= 0 else f"what follows from input {names}"
             raise InputShapeError(
-                f"input {self.form.names[read.place]!r} has {given}, but the plan was made for {list(read.values)}, "
+                f"{what} has {given}, but the plan was made for {list(read.known.values)}, "
                 f"which forward reads in Python ({read.where or 'in the model'}). Plan again for these"
             )
 
@@ -293,6 +340,10 @@ def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
 
     forward.__signature__ = signature
     return forward
+
+
+def _names_text(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def _type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:

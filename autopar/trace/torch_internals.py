@@ -55,12 +55,14 @@ __all__ = [
     "intercept_autograd_functions",
     "intercept_batch_norms",
     "intercept_gradients",
+    "intercept_lists",
     "is_cast_on_gpus",
     "is_fake",
     "is_higher_order",
     "is_plain_op",
     "is_wrapped_number",
     "overload",
+    "plain_tensors",
     "run_decompositions",
     "stays",
     "storage_key",
@@ -190,6 +192,13 @@ def untraced() -> Iterator[FakeTensorMode]:
     """Inside, nothing is traced, and tensors can be made of the mode that is given."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), fake_mode() as mode:
         yield mode
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def plain_tensors() -> Iterator[None]:
+    """Inside, nothing is traced, and ops run on tensors with values."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
@@ -388,6 +397,12 @@ def values_to_print(report: Callable[[], None]) -> Iterator[None]:
         patch.object(torch.SymInt, "__format__", lambda _, form: format(0, form)),
     ):
         yield
+
+
+def intercept_lists(call: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, ``x.tolist()`` of a fake tensor is ``call(x, tolist)``, with torch's own `tolist`."""
+    plain: Any = FakeTensor.tolist
+    return patch.object(FakeTensor, "tolist", lambda x: call(x, plain))
 
 
 def intercept_gradients(run: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:

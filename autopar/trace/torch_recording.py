@@ -24,6 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.trace import torch_internals
+from autopar.trace.input_computations import Known, known_of
 from autopar.trace.source_lines import user_lines
 
 __all__ = [
@@ -73,6 +74,7 @@ class _Computed(torch.autograd.Function):
         return tuple(made)
 
 
+_MOST_WRITTEN = 1024  # entries of a constant of what later calls compute again: a list that a program spells out
 _RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 _ANCHOR = torch.zeros((), requires_grad=True)
 _APPLY = torch.autograd.Function.__dict__["apply"].__get__(None, _Computed)  # tracing replaces it for a while
@@ -140,6 +142,15 @@ class Recorder:
             return None
         has_value = (slot.constant is not None or tensor.constant is not None) and tensor.numel() > 0
         return None if has_value else slot.proxy.node
+
+    def constant_of(self, node: fx.Node) -> Known | None:
+        """A tensor that forward has written down, or that existed before the call; None if it is large or unknown."""
+        value: Any = getattr(self._tracer.root, str(node.target), None)
+        is_known = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+        if not is_known or value.numel() > _MOST_WRITTEN:
+            return None
+        with torch_internals.plain_tensors():
+            return known_of(value)
 
     def type_of(self, x: Any) -> tuple[Any, ...]:
         """All that the results of an op on `x` depend on, but its values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -45,9 +46,16 @@ from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.loss_output import find_loss
 from autopar.trace.model_outputs import ModelOutputs
 from autopar.trace.op_dtypes import check_dtypes
-from autopar.trace.read_inputs import ValueReadError, reading, with_values
+from autopar.trace.read_inputs import (
+    UnansweredError,
+    UnreadInputError,
+    ValueReadError,
+    also_asking,
+    reading,
+    with_values,
+)
 from autopar.trace.repetition import OpSpan
-from autopar.trace.signature import CallForm, call_form, make_flatten
+from autopar.trace.signature import CallForm, ComputedValues, call_form, make_flatten
 from autopar.trace.structure import Dropped, Structure, carried, walk
 from autopar.trace.unknown_numbers import Names, unknown_numbers
 
@@ -69,6 +77,7 @@ class Traced:
             that its forward sets.
         reads: attributes with whose values it was traced: path of the module, name.
         read_values: inputs with whose values it was traced, as its calls must have them.
+        computed_values: what follows from inputs, with whose values it was traced, likewise.
     """
 
     program: Program
@@ -77,6 +86,7 @@ class Traced:
     unflatten_outputs: ModelOutputs
     reads: frozenset[tuple[str, str]] = frozenset()
     read_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
+    computed_values: tuple[ComputedValues, ...] = ()
 
     def in_pieces(self, tokens: int) -> Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
@@ -189,7 +199,9 @@ def trace(
         carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
     )
     unflatten = ModelOutputs(captured.outputs, captured.assigned)
-    return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values)
+    return Traced(
+        program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values, form.computed_values
+    )
 
 
 def _casts_here(device_type: str) -> bool:
@@ -201,7 +213,30 @@ def _casts_here(device_type: str) -> bool:
 def _capture(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], **how: Any
 ) -> tuple[Captured, Graph, CallForm]:
-    """The exported model, its graph, and the form with the inputs whose values had to be known.
+    """The exported model, its graph, and the form with what of the values of inputs had to be known.
+
+    What is computed of inputs is known only where there is no way without.
+    """
+    answered: frozenset[str] = frozenset()
+    first: UnreadInputError | None = None
+    while True:
+        try:
+            return _capture_with_inputs(model, form, tensors, **how, answered=answered)
+        except UnansweredError as error:
+            new = error.asked - answered
+            if not new and first is not None:
+                raise first from error
+            if not new:
+                raise
+            if isinstance(error, UnreadInputError):
+                first = first or error  # which says what to do
+            answered |= new
+
+
+def _capture_with_inputs(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], **how: Any
+) -> tuple[Captured, Graph, CallForm]:
+    """The same where lines are given whose questions are answered.
 
     Numbers that Python makes of tensors stay unknown if this is possible: else a check such as
     ``int(labels.max()) < classes`` would need a plan for every batch.
@@ -209,12 +244,11 @@ def _capture(
     try:
         return _capture_once(model, form, tensors, how)
     except ValueReadError as error:
-        if not error.converted:
-            return _capture_with_values(model, with_values(form, tensors, error), tensors, how, ())
         first = error
-    try:
-        return _capture_with_values(model, form, tensors, how, first.converted)
-    except AutoparError:
+    with also_asking(first):
+        if first.converted:
+            with suppress(AutoparError):
+                return _capture_with_values(model, form, tensors, how, first.converted)
         return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
 
 
@@ -240,7 +274,14 @@ def _capture_once(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any]
 ) -> tuple[Captured, Graph, CallForm]:
     captured = _with_changes(capture(model, form, tensors, **how), partial(capture, model, form, tensors, **how))
-    return captured, _convert(captured, form, tensors), form
+    graph = _convert(captured, form, tensors)
+    if captured.answers and any(op.target.startswith("aten.as_strided") for op in graph.ops):
+        # Longformer and LED: their losses are wrong where the batch is split, for a reason that is not known yet.
+        raise TraceError(
+            f"{captured.answers[0].where}: forward reads in Python what follows from inputs, and takes parts of memory "
+            "by as_strided, which together are not exact where the batch is split (Longformer, LED): not supported yet"
+        )
+    return captured, graph, replace(form, reads=(*form.reads, *captured.answers))
 
 
 def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) -> Captured:
@@ -283,7 +324,8 @@ def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> G
         exported = captured.exported
         names = [spec.arg.name for spec in exported.inputs if spec.kind is InputKind.USER_INPUT]
         needs = reading(error, exported.graph, names, tensors)
-        if not needs.inputs:
+        needs.asked = captured.asked
+        if not (needs.inputs or needs.asked):
             raise
         raise needs from error
 

@@ -121,11 +121,21 @@ class Ending(nn.Module):
         return y.square() if (ids == 7).any() else y
 
 
-def test_branches_on_tokens_stay_refused() -> None:
-    assert trace(Ending(), (), {"ids": torch.arange(4)[None]}).read_values == {"ids": (0, 1, 2, 3)}
-    with pytest.raises(TraceError, match="so the model is not one graph") as caught:
-        trace(Ending(), (), {"ids": torch.arange(32)[None] % 8})
-    assert "'ids'" not in str(caught.value)
+def test_a_branch_on_many_tokens_is_for_its_answer_not_for_the_tokens() -> None:
+    model = Ending()
+    assert trace(model, (), {"ids": torch.arange(4)[None]}).read_values == {"ids": (0, 1, 2, 3)}
+    ids = torch.arange(32)[None] % 8
+    traced = trace(model, (), {"ids": ids})
+    assert not traced.read_values
+    (read,) = traced.computed_values
+    assert (read.inputs, read.values) == (("ids",), (1,))
+    (note,) = (text for text in traced.program.notes if "what follows from input 'ids'" in text)
+    assert "test_read_inputs.py" in note
+    for given in (ids, ids.flip(1)):  # other tokens, the same answer
+        (found,), _ = interpret(traced, model, traced.flatten_inputs((), {"ids": given}))
+        torch.testing.assert_close(found, model(given))
+    with pytest.raises(InputShapeError, match=r"what follows from input 'ids' has the values \[False\].*for \[True\]"):
+        traced.flatten_inputs((), {"ids": ids % 7})
 
 
 def test_local_inputs_with_values_of_rows_are_refused() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
 
-__all__ = ["PLANNING", "WITH_GRADIENT", "difference", "gone_on"]
+__all__ = ["FOLLOWS", "PLANNING", "WITH_GRADIENT", "difference", "gone_on"]
 
 PLANNING = "the planning for "  # before the kind of a call that runs for the first time with such inputs
+FOLLOWS = "what follows from "  # before what of the values of inputs a program is for, among plain arguments
 WITH_GRADIENT = " requires_grad"  # behind the shape and dtype of an input that wants one
 _NAMED = 8  # inputs in an error: a state has thousands
 _BATCHES = (
@@ -74,9 +75,11 @@ def _unlike_arguments(
             f"ranks were given inputs of different {what}: rank {me} came to {mine['call']} with {_forms_text(mine)}, "
             f"rank {rank} to {theirs['call']} with {_forms_text(theirs)}. {instead}"
         )
-    own, other = mine["plain"], theirs["plain"]
+    own, other = _plain(mine, theirs), _plain(theirs, mine)
     if own != other:
         unlike = [name for name in {**own, **other} if own.get(name) != other.get(name)][:_NAMED]
+        if all(name.startswith(FOLLOWS) for name in unlike):
+            return _unlike_batches(me, mine["call"], rank, unlike, remedy)
         here, there = (", ".join(f"{name}={each.get(name, 'absent')}" for name in unlike) for each in (own, other))
         return InputShapeError(
             f"ranks were given different plain arguments: rank {me} came to {mine['call']} with {here}, rank {rank} to "
@@ -87,6 +90,12 @@ def _unlike_arguments(
     if unlike and mine["call"].removeprefix(PLANNING) == theirs["call"].removeprefix(PLANNING):
         return _unlike_batches(me, mine["call"], rank, unlike, remedy)
     return None
+
+
+def _plain(record: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
+    """The plain arguments of one of two records; who plans does not know yet what forward reads."""
+    is_known = record["call"] == other["call"]
+    return {name: text for name, text in record["plain"].items() if is_known or not name.startswith(FOLLOWS)}
 
 
 def _unlike_calls(me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> AutoparError | None:

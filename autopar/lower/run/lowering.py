@@ -67,6 +67,7 @@ class Executable(NamedTuple):
         form: name, shape and dtype of each tensor of those calls; ``""``: they are the program's inputs.
         settings: the attributes that it was traced with and that differ from those of the first program.
         read_values: inputs of which `flatten_inputs` takes one value each only.
+        computed_values: what follows from inputs, and of which it takes one value each only: what it is, and the value.
     """
 
     program: Program
@@ -79,6 +80,7 @@ class Executable(NamedTuple):
     form: str = ""
     settings: Settings = ()
     read_values: frozenset[str] = frozenset()
+    computed_values: tuple[tuple[str, str], ...] = ()
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

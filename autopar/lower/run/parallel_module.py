@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import ModelError
 from autopar.lower.communication.call_consensus import PLANNING
+from autopar.lower.communication.call_differences import FOLLOWS
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.late_tensor import LateTensor
@@ -284,7 +285,8 @@ class ParallelModule(StepCalls):
             check_values(compared)
             # What decides which program runs is compared before it runs; its values were waited for already.
             inputs = [(n, x.cpu() if n in executor.executable.read_values else x) for n, x in compared]
-            return ready, [*inputs, *named_plain(args, kwargs)]
+            computed = [(FOLLOWS + name, text) for name, text in executor.executable.computed_values]
+            return ready, [*inputs, *computed, *named_plain(args, kwargs)]
 
         ready, problem = attempt(look_up)
         if ready is None and problem is None:
