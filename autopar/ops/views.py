@@ -237,7 +237,26 @@ def _update(dim_at: int, *, keeps_dim: bool) -> Rule:
     return rule
 
 
+def _as_strided(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """as_strided(x, size, stride, offset): the first dim of x splits, if one dim of the result goes over it and the
+    others, together, stay within one of its entries.
+    """
+    strides, offset = op.args[2:4]
+    source, target = operand_types[0], result_types[0].shape
+    if not isinstance(strides, tuple) or not isinstance(offset, int) or not source.shape:
+        return None
+    steps = [step for step in strides if isinstance(step, int)]
+    entry = source.num_elements // max(1, source.shape[0])
+    over = [dim for dim, step in enumerate(steps) if step == entry and target[dim] == source.shape[0]]
+    reach = offset + sum((target[dim] - 1) * step for dim, step in enumerate(steps) if dim not in over[:1])
+    names, results = ["_"] * len(source.shape), ["_"] * len(target)
+    if over and reach < entry:
+        names[0] = results[over[0]] = "n"
+    return f"{text_of(names)} -> {text_of(results)} | plus 0"
+
+
 FAMILIES = (
+    OpFamily({"autopar.as_strided": _as_strided}, function="as_strided", size_args=(1,)),
     OpFamily(aten({"view _unsafe_view": _reshape}), size_args=(1,), is_view=True, place=regrouped),
     OpFamily(
         aten({"reshape": _reshape}),

@@ -275,12 +275,6 @@ def _capture_once(
 ) -> tuple[Captured, Graph, CallForm]:
     captured = _with_changes(capture(model, form, tensors, **how), partial(capture, model, form, tensors, **how))
     graph = _convert(captured, form, tensors)
-    if captured.answers and any(op.target.startswith("aten.as_strided") for op in graph.ops):
-        # Longformer and LED: their losses are wrong where the batch is split, for a reason that is not known yet.
-        raise TraceError(
-            f"{captured.answers[0].where}: forward reads in Python what follows from inputs, and takes parts of memory "
-            "by as_strided, which together are not exact where the batch is split (Longformer, LED): not supported yet"
-        )
     return captured, graph, replace(form, reads=(*form.reads, *captured.answers))
 
 
