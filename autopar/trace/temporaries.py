@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.trace import torch_internals
 from autopar.trace.backward_nodes import gradients_by_hand
@@ -29,7 +28,7 @@ class Temporaries(NamedTuple):
     backward: int = 0
 
 
-class AllocationCount(TorchDispatchMode):
+class AllocationCount(torch_internals.DispatchMode):
     """Counts the storages that ops inside make, while they live.
 
     Under a mode torch replaces some writes in place by copies, so that it may count more than runs later, never less.

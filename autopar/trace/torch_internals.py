@@ -30,6 +30,7 @@ from torch.export import _trace as export_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.objects.references import redirect
@@ -38,6 +39,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "SYMBOLIC",
     "TORCH_DIRECTORY",
+    "DispatchMode",
     "argument_names",
     "argument_source",
     "autocast_kernels",

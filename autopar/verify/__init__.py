@@ -48,7 +48,7 @@ __all__ = ["VerificationReport", "compare", "verify"]
 # whole is found unless it is smaller than 1e-13 of the largest one.
 _NOISE = 1e-4
 
-# The fewest values that a batch norm of a shrunken batch may normalize.  A network of timm's test ResNet on 2 images of
+# The fewest values that a batch norm of a shrunken batch may normalize.  A small residual network on 2 images of
 # 2 x 2 pixels differed from one device by 4e-10 (loss) and 3e-9 (gradients) by rounding alone, on whole images by 3e-16
 # and 1e-13: of two values, batch norm leaves only which one is larger.
 _MIN_NORMALIZED = 16

@@ -730,6 +730,8 @@ def _special() -> list[Sample]:
     flat, labels, weight = x(4, 12), torch.tensor([3, -100, 0, 11]), u(12)
     found = [
         sample("autopar.dropout", x(4, 6), 0.0),
+        sample("autopar.as_strided", x(4, 6, 2), [4, 5, 2, 2], [12, 2, 2, 1], 0),
+        sample("autopar.as_strided", x(4, 6, 2), [2, 4, 5], [1, 12, 2], 2),
         sample(
             "autopar.document_attention", x(2, 4, 8, 6), x(2, 2, 8, 6), x(2, 2, 8, 6), ids(3, 2, 8), None, True, False
         ),
