@@ -388,7 +388,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
     where = next((w for e in reversed(chain) if (w := user_frame(traceback.extract_tb(e.__traceback__)))), "")
     cause = chain[-1]
     text = str(cause).strip().split("\n")[0]
-    if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
+    if _needs_a_number(chain) or "data-dependent" in str(error).lower():
         config: Any = getattr(model, "config", None)
         if getattr(config, "_experts_implementation", None) == "eager" and _are_experts(chain):
             return TraceError(
@@ -413,6 +413,13 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
             f"{form.inputs_text} and is called as {form.signature_text}"
         )
     return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
+
+
+def _needs_a_number(chain: Sequence[BaseException]) -> bool:
+    """Whether Python was given a number that the trace doesn't know, where it takes none (sets and keys of dicts)."""
+    symbols = [kind.__name__ for kind in torch_internals.SYMBOLIC]
+    is_taken_wrong = isinstance(chain[-1], TypeError) and any(name in str(chain[-1]) for name in symbols)
+    return is_taken_wrong or any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -47,6 +47,12 @@ class Asking(nn.Module):
         counts: list[int] = untyped.tolist()
         return torch.cat([part.softmax(0) for part in self.linear(x).split([*counts, len(x) - sum(counts)])])
 
+    def distinct(self, x: Tensor) -> Tensor:
+        """Whether rows differ in length, by a set of numbers, as Lumina and its relatives ask."""
+        untyped: Any = (x != 0).sum(-1)
+        lengths: list[int] = untyped.tolist()
+        return self.linear(x)[: max(lengths) if len(set(lengths)) > 1 else 1].softmax(0)
+
     def placed(self, x: Tensor) -> Tensor:
         (places,) = (x != 0).any(-1).nonzero(as_tuple=True)
         return self.linear(x)[places].softmax(0)
@@ -87,7 +93,7 @@ def rows(*empty: int, seed: int = 0) -> Tensor:
 
 
 ANSWERED = {
-    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "placed": (rows(0, 3), (1, 2)),
+    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "distinct": (rows(1), (4, 0, 4, 4)), "placed": (rows(0, 3), (1, 2)),
     "counted": (rows(2), (3,)), "branched": (rows(), (0,)),
 }  # fmt: skip
 
