@@ -224,10 +224,8 @@ def _capture(
             return _capture_with_inputs(model, form, tensors, **how, answered=answered)
         except UnansweredError as error:
             new = error.asked - answered
-            if not new and first is not None:
-                raise first from error
             if not new:
-                raise
+                raise TraceError(str(first or error)) from error
             if isinstance(error, UnreadInputError):
                 first = first or error  # which says what to do
             answered |= new

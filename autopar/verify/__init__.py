@@ -33,6 +33,7 @@ from autopar.verify.rehearsal import (
     Run,
     SteadyAdamW,
     keep_double_program,
+    needs_wide_integers,
     planner_for,
     run_parallel,
     run_single,
@@ -172,7 +173,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan = shrink_plan(plan) if shrink else plan
     double = copy.deepcopy(model).double().train()
     smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches * most_pieces(plan)) if shrink else ()
-    inputs, traced = _first_that_fits(planned, double, plan, [*smaller, inputs])
+    inputs, traced, follows = _first_that_fits(planned, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
             "the model draws random numbers (dropout): ranks draw other numbers than one device, so the runs can't be "
@@ -191,8 +192,9 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     batches = [] if refusal else batches
     try:
         expected = run_single(
-            double, _as_double(inputs), steps, make_optimizer, in_double=True, batches=list(map(_as_double, batches))
-        )
+            double, _as_double(inputs), steps, make_optimizer, in_double=True, follows_integers=follows,
+            batches=list(map(_as_double, batches)),
+        )  # fmt: skip
     except _FAILURES as error:
         raise VerificationError(
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
@@ -218,8 +220,9 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
 def _first_that_fits(
     model: nn.Module, double: nn.Module, plan: Plan, batches: Sequence[ExampleInputs]
-) -> tuple[ExampleInputs, Traced]:
-    """The first of `batches` that the model accepts and the plan fits, and the model traced on it.
+) -> tuple[ExampleInputs, Traced, bool]:
+    """The first of `batches` that the model accepts and the plan fits, the model traced on it, and whether it
+    `needs_wide_integers`.
 
     The last one is the whole batch.  The others are parts of it, so the model must run on them first: their entries may
     be indices into a dim that was shortened, and batch norms must have enough values.
@@ -230,17 +233,18 @@ def _first_that_fits(
             made = trace_model(
                 model, inputs, device_type=device_type_of(plan.device), num_layers=len(plan.decisions.layers)
             )
+            follows = needs_wide_integers(made)
             traced = keep_double_program(made)
             traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
                 if fewest_normalized(traced.program) < _MIN_NORMALIZED:
                     continue
-                check_finite(run_single(double, _as_double(inputs), 1, in_double=True))
+                check_finite(run_single(double, _as_double(inputs), 1, in_double=True, follows_integers=follows))
         except (AutoparError, *_FAILURES) as error:
             problem = error
             continue
-        return inputs, traced
+        return inputs, traced, follows
     raise problem or PlanMismatchError("there is no batch to verify the plan with")
 
 

@@ -106,16 +106,19 @@ def run_single(
     make_optimizer: MakeOptimizer = SteadyAdamW,
     *,
     in_double: bool = False,
+    follows_integers: bool = False,
     batches: Sequence[ExampleInputs] = (),
     others: Sequence[ExampleInputs] = (),
 ) -> Run:
     """Train a copy of `model` on one device, and evaluate it on `batches`; `others` as in `train`.
 
-    With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype.
+    With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype; `follows_integers` as
+    in `needs_wide_integers`.
     """
     model = copy.deepcopy(model)
     roots = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
-    with dense_flex_attention(), accurate_products(), _KeepDouble(roots) if in_double else nullcontext():
+    keep = _KeepDouble(roots, follows_integers=follows_integers) if in_double else nullcontext()
+    with dense_flex_attention(), accurate_products(), keep:
         return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
 
 
@@ -323,19 +326,22 @@ class _KeepDouble(TorchFunctionMode):
     """A mode in which results computed from `roots` are never cast to a floating dtype narrower than float64.
 
     Rounding would hide errors in models that compute a norm or a loss in float32 regardless of their parameters' dtype.
-    Integers are followed too, as models cast them: times of diffusion models are, before sines are taken of them.
+    With `follows_integers` what is cast of integers is float64, too: sines of times in diffusion models.
     """
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], *, follows_integers: bool) -> None:
         super().__init__()
         self._followed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._follows_integers = follows_integers
         self._note(roots)
 
     def _note(self, tensors: Iterable[Any]) -> None:
         for x in tensors:
-            if isinstance(x, Tensor) and (x.dtype == torch.float64 or not x.is_floating_point()):
+            if not isinstance(x, Tensor):
+                continue
+            if x.dtype == torch.float64 or (self._follows_integers and not x.is_floating_point()):
                 self._followed[x] = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -356,6 +362,13 @@ class _KeepDouble(TorchFunctionMode):
         return result
 
 
+_OF_EQUAL_DTYPES = frozenset({
+    "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution",
+    "scaled_dot_product_attention",
+})  # fmt: skip
+"""Ops that torch refuses for operands of several floating dtypes."""
+
+
 def _writes(func: Any) -> bool:
     """Whether `func` writes to its first argument, as add_, __iadd__ and __setitem__ do."""
     name = str(getattr(func, "__name__", ""))
@@ -374,21 +387,13 @@ def _widen_float(x: Any) -> Any:
 def keep_double_program(traced: Traced) -> Traced:
     """Return `traced` computing in float64; it still accepts inputs of its own dtypes.
 
-    Parameters, buffers, inputs, casts of what is computed from them and everything floating that is computed from these
-    become float64, and so do constants and casts of integers that are only read together with them.  Other results of
-    constants or integers keep their dtype, as they would in a model whose parameters are float64.
+    Parameters, buffers, inputs and everything computed from them become float64, including casts between them, and so
+    do constants and casts of integers that are only read together with them.  Other results of constants or integers
+    keep their dtype, as they would in a model whose parameters are float64, unless a product needs them
+    (`needs_wide_integers`).
     """
     program = traced.program
-    wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
-    followed = set(wide)  # also what is computed of integers, as in `_KeepDouble`
-    for op in _all_ops(program):
-        if followed.isdisjoint(op.operands):
-            continue
-        followed.update(op.results)
-        if _is_cast_of_integers(op, program) or any(
-            name in wide and program.values[name].type.is_floating for name in op.operands
-        ):
-            wide.update(op.results)
+    wide = _wide_values(program, follows_integers=needs_wide_integers(traced))
     adapted = _only_read_with(program, wide)
     wide |= adapted
 
@@ -405,6 +410,38 @@ def keep_double_program(traced: Traced) -> Traced:
     constants = {name: _widen_float(x) if name in adapted else x for name, x in traced.constants.items()}
     program = replace(program, values=values, layers=layers, hoisted=widen_ops(program.hoisted))
     return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
+
+
+def needs_wide_integers(traced: Traced) -> bool:
+    """Whether what is cast of integers must become float64 where it becomes float32 on one device.
+
+    The model casts it to the dtype of its parameters before a product.  In the trace that was no cast, and a product of
+    float32 and float64 is none.
+    """
+    program = traced.program
+    wide = _wide_values(program, follows_integers=False)
+    wide |= _only_read_with(program, wide)
+    products = (op for op in _all_ops(program) if op.target.split(".")[1] in _OF_EQUAL_DTYPES)
+    return any(
+        program.values[name].type.is_floating and name not in wide
+        for op in products
+        if not wide.isdisjoint(op.results)
+        for name in op.operands
+    )
+
+
+def _wide_values(program: Program, *, follows_integers: bool) -> set[str]:
+    """What becomes float64; with `follows_integers` also what is cast of integers that are computed from inputs."""
+    wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
+    followed = set(wide)
+    for op in _all_ops(program):
+        if followed.isdisjoint(op.operands):
+            continue
+        followed.update(op.results)
+        is_wide = any(name in wide and program.values[name].type.is_floating for name in op.operands)
+        if is_wide or (follows_integers and _is_cast_of_integers(op, program)):
+            wide.update(op.results)
+    return wide
 
 
 def _all_ops(program: Program) -> Iterator[Op]:

@@ -253,10 +253,12 @@ def _replicated(x: Any) -> Any:
 
 
 def _new_empty(call: FunctionCall) -> Any:
-    """Memory for the tensor's own shape is laid out as it is: ``dcp.async_save`` puts a copy of each part there."""
+    """Memory for the tensor's own shape on a named device is laid out as it is: ``dcp.async_save`` puts a copy of each
+    part there.  Without a device it is for all of it (``nn.init.orthogonal_``).
+    """
     x, sizes = call.args[0], call.args[1:] or (call.kwargs["size"],)
     size = sizes if isinstance(sizes[0], int) else sizes[0]
-    if tuple(size) != tuple(x.shape) or call.kwargs.get("requires_grad"):
+    if tuple(size) != tuple(x.shape) or "device" not in call.kwargs or call.kwargs.get("requires_grad"):
         return _on_whole(call)
     options, part = {name: value for name, value in call.kwargs.items() if name != "size"}, local_tensor(x)
     return dtensor_like(part.new_empty(part.shape, **options), x)
