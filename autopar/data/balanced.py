@@ -20,7 +20,7 @@ from autopar.data.encoder_rows import EncoderRows, EncoderSharing
 from autopar.data.image_grids import GridSharing
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
-from autopar.data.sampling import Draws, sampled
+from autopar.data.sampling import AgreedDraws, sampled
 from autopar.data.shares import CollateBatch, CollateShare, RowMaker, SamplesOfShare, Sharing, TakeShare
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
@@ -135,7 +135,7 @@ def balanced(  # noqa: PLR0913  (what a user may say)
         if across_steps > 1:
             attributes["batch_sampler"] = EvenSteps(attributes["batch_sampler"], known, planner, across_steps)
     if not is_stream:
-        attributes["batch_sampler"] = sampled(attributes["batch_sampler"], Draws(inputs, sampler), take)
+        attributes["batch_sampler"] = sampled(attributes["batch_sampler"], AgreedDraws(inputs, sampler), take)
     return made
 
 

@@ -160,7 +160,7 @@ class _EvenStepsIterator:
         return self
 
     def __next__(self) -> list[int]:
-        # Here, since samplers draw for a whole epoch with their first batch, and `Draws` waits for that.
+        # Here, since samplers draw for a whole epoch with their first batch, and `AgreedDraws` waits for that.
         for _ in itertools.islice(self._base, self._skipped):
             pass
         self._skipped = 0

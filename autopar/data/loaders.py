@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autopar.data.batch_rows import count_rows, cut_rows, own_rows
 from autopar.data.buckets import BucketSampler
-from autopar.data.sampling import Draws, sampled
+from autopar.data.sampling import AgreedDraws, sampled
 from autopar.errors import LoaderError
 from autopar.lower import ParallelModule
 from autopar.lower.run.call_inputs import CallInputs
@@ -59,7 +59,7 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
         is_batch = given.batch_size is None or collate == "batch"
         made.collate_fn = (_CutBatch if is_batch else _CollateSome)(given.collate_fn, share)
         return made
-    draws = Draws(inputs, sampler)
+    draws = AgreedDraws(inputs, sampler)
     if batch_sampler is None or collate == "batch":
         made.collate_fn = _CutBatch(given.collate_fn, share)
         share = _Share(0, 1)

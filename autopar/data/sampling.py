@@ -12,18 +12,18 @@ from torch.utils.data import SequentialSampler
 from autopar.lower.kernels.random import random_scope
 from autopar.lower.run.call_inputs import CallInputs
 
-__all__ = ["Draws", "sampled"]
+__all__ = ["AgreedDraws", "sampled"]
 
 Take = Callable[[Any], Any]
 
 
-def sampled(base: Any, draws: Draws, take: Take | None) -> Any:
+def sampled(base: Any, draws: AgreedDraws, take: Take | None) -> Any:
     """A sampler of what `take` gives of the batches of `base`; None: of all there is."""
     return (_StatefulRows if hasattr(base, "state_dict") else _Rows)(base, draws, take)
 
 
 @dataclass(frozen=True)
-class Draws:
+class AgreedDraws:
     """Makes what a sampler draws the same on all ranks."""
 
     inputs: CallInputs
@@ -48,7 +48,7 @@ class Draws:
 class _Rows:
     """What `sampled` returns."""
 
-    def __init__(self, base: Any, draws: Draws, take: Take | None) -> None:
+    def __init__(self, base: Any, draws: AgreedDraws, take: Take | None) -> None:
         self.base = base
         self._draws = draws
         self._take = take
@@ -63,9 +63,9 @@ class _Rows:
 
 
 class _RowsIterator:
-    def __init__(self, base: Any, draws: Draws, take: Take | None) -> None:
+    def __init__(self, base: Any, draws: AgreedDraws, take: Take | None) -> None:
         self.base = base
-        self._draws: Draws | None = draws
+        self._draws: AgreedDraws | None = draws
         self._take = take
 
     def __iter__(self) -> Iterator[Any]:

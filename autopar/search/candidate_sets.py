@@ -21,8 +21,8 @@ from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
 from autopar.search.labels import axis_labels
 from autopar.search.layer_candidates import LayerCandidate, layer_candidates
+from autopar.search.layer_pricing import LayerPricing
 from autopar.search.layer_problem import StepSettings
-from autopar.search.layer_work import LayerWork
 from autopar.search.layout_choices import Policy, arrival_layout
 from autopar.search.search_context import SearchContext, input_rows
 from autopar.step.activation_policies import renamed_policy, splits_backward
@@ -206,7 +206,7 @@ def _known_candidates(
 
     def make() -> tuple[LayerCandidate, ...]:
         context.request.check_time()
-        work = known.get(same, ("work", facts), lambda: LayerWork(settings, layer))
+        work = known.get(same, ("work", facts), lambda: LayerPricing(settings, layer))
         return layer_candidates(work, meshes, demands, is_repeated=is_repeated)
 
     return known.get(same, ("candidates", facts, demands, meshes, is_repeated), make)

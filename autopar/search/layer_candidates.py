@@ -22,9 +22,9 @@ from autopar.program import Layer
 from autopar.search.boundary_pairs import boundary_costs, useful_pairs
 from autopar.search.constraints import OPS, LayerDemands
 from autopar.search.degree_roles import AxisRoles, meets_degrees, role_choices
+from autopar.search.layer_pricing import LayerPricing, Pieces, StoredVariant, StrategyCosts
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant
-from autopar.search.layer_work import LayerWork, Pieces, StoredVariant, StrategyCosts
 from autopar.search.layout_choices import Policy, storage_layout
 from autopar.step.activation_policies import (
     activation_policy,
@@ -67,7 +67,7 @@ class LayerCandidate:
 
 
 def layer_candidates(
-    work: LayerWork, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands, *, is_repeated: bool
+    work: LayerPricing, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands, *, is_repeated: bool
 ) -> tuple[LayerCandidate, ...]:
     """The candidates of a layer on all `meshes` that meet `demands`; empty if there are none.
 
@@ -104,7 +104,7 @@ _Strategy = tuple[PlacedLayer, LayerStrategy, tuple[Policy, Policy]]
 
 
 def _strategies(
-    work: LayerWork,
+    work: LayerPricing,
     problems: Sequence[LayerProblem],
     roles: Sequence[AxisRoles],
     demands: LayerDemands,
@@ -221,7 +221,7 @@ class _Variants:
 
 
 def _variants(
-    work: LayerWork,
+    work: LayerPricing,
     placed: PlacedLayer,
     strategy: LayerStrategy,
     policies: tuple[Policy, Policy],
@@ -282,7 +282,7 @@ def _running_in_pieces(
     return [(pieces, costs.running(pieces, ways)) for pieces, ways in hows.items()]
 
 
-def _stored_variants(work: LayerWork, base: PlacedLayer, demands: LayerDemands) -> Iterator[StoredVariant]:
+def _stored_variants(work: LayerPricing, base: PlacedLayer, demands: LayerDemands) -> Iterator[StoredVariant]:
     seen: set[tuple[int, tuple[Layout, ...]]] = set()
     for zero, shard_axes in _zero_variants(work.settings, base.mesh, demands):
         storage = _storage(base, shard_axes, demands)

@@ -129,7 +129,7 @@ class SearchContext:
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
         shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
-        shapes = tuple(dict.fromkeys((*shapes, *self._meshes_of_rows)))
+        shapes = tuple(dict.fromkeys((*shapes, *_meshes_of_rows(self))))
         if self.inner_sizes:
             return tuple(shape for shape in shapes if len(shape) == 1 or math.prod(shape[1:]) in self.inner_sizes)
         if len(shapes) <= _ENOUGH_MESHES:
@@ -137,34 +137,9 @@ class SearchContext:
         widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
         return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
 
-    @property
-    def _meshes_of_rows(self) -> tuple[tuple[int, ...], ...]:
-        """Where several nodes share a row of the batch: rows, nodes of a row, and devices of a node.
-
-        Rows then need no collective, heads are exchanged inside a node, and keys and values between nodes.  With two
-        axes a decoder with 8 billion parameters, on 4 rows of 1,048,576 tokens and 256 devices, was 1.5 % slower by
-        prediction.
-        """
-        per_node, rows = self.prices.devices_per_node, math.gcd(self.program.batch_size, self.num_devices)
-        wanted = rows, self.num_devices // rows // per_node, per_node
-        return (wanted,) if min(wanted) > 1 and wanted in mesh_shapes(self.num_devices, per_node, 3) else ()
-
     @cached_property
     def _meshes_of_experts(self) -> tuple[tuple[int, ...], ...]:
-        """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own.
-
-        Only then does a token travel once to each node (`autopar.lower.kernels.experts`), not to each device.
-        """
-        per_node = self.prices.devices_per_node
-        demanded = {dict(demands.degrees).get("expert", 1) for demands in self.demands}
-        is_given = self.constraints.get("mesh") is not None
-        shapes = () if is_given else mesh_shapes(self.num_devices, per_node, 3)
-        return tuple(
-            shape
-            for shape in shapes
-            if len(shape) == 3 and shape[2] == per_node and shape[1] * per_node in demanded
-            and shape not in self._usual_meshes
-        )  # fmt: skip
+        return _meshes_of_experts(self, self._usual_meshes)
 
     @cached_property
     def shared_mesh(self) -> tuple[int, ...]:
@@ -349,3 +324,33 @@ def shared_storage_choices(context: SearchContext) -> Iterator[SharedStorage]:
 def _shared_layout(context: SearchContext, name: str, placement: Placement) -> Layout:
     mesh = context.shared_mesh
     return boundary_layout((placement,) * len(mesh), context.program.type_of(name), mesh)
+
+
+def _meshes_of_rows(context: SearchContext) -> tuple[tuple[int, ...], ...]:
+    """Where several nodes share a row of the batch: rows, nodes of a row, and devices of a node.
+
+    Rows then need no collective, heads are exchanged inside a node, and keys and values between nodes.  With two
+    axes a decoder with 8 billion parameters, on 4 rows of 1,048,576 tokens and 256 devices, was 1.5 % slower by
+    prediction.
+    """
+    per_node, rows = context.prices.devices_per_node, math.gcd(context.program.batch_size, context.num_devices)
+    wanted = rows, context.num_devices // rows // per_node, per_node
+    return (wanted,) if min(wanted) > 1 and wanted in mesh_shapes(context.num_devices, per_node, 3) else ()
+
+
+def _meshes_of_experts(context: SearchContext, usual: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own, but not
+    `usual` ones.
+
+    Only then does a token travel once to each node (`autopar.lower.kernels.experts`), not to each device.
+    """
+    per_node = context.prices.devices_per_node
+    demanded = {dict(demands.degrees).get("expert", 1) for demands in context.demands}
+    is_given = context.constraints.get("mesh") is not None
+    shapes = () if is_given else mesh_shapes(context.num_devices, per_node, 3)
+    return tuple(
+        shape
+        for shape in shapes
+        if len(shape) == 3 and shape[2] == per_node and shape[1] * per_node in demanded
+        and shape not in usual
+    )  # fmt: skip

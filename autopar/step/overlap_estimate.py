@@ -31,8 +31,8 @@ from autopar.step.training import TrainingSpec
 __all__ = [
     "ComputingRuns",
     "Hideable",
+    "ParameterCollective",
     "ParameterTransfer",
-    "Transfer",
     "hideable_s",
     "in_one_buffer",
     "overlapped_s",
@@ -51,7 +51,7 @@ def runs_concurrently(transfer: Links, collective: Links) -> bool:
     return transfer == Links.NETWORK and collective == Links.NODE
 
 
-class Transfer(NamedTuple):
+class ParameterCollective(NamedTuple):
     """One collective of parameters or gradients: its seconds, what of them is left to compute at the same time, and the
     links that it keeps busy.
     """
@@ -94,7 +94,7 @@ class ParameterTransfer:
     """
 
     apart_s: float = 0.0
-    together: tuple[Transfer, ...] = ()
+    together: tuple[ParameterCollective, ...] = ()
 
     def __add__(self, other: ParameterTransfer) -> ParameterTransfer:
         """Both, one after the other."""
@@ -155,17 +155,19 @@ def parameter_transfers(
     """
     ahead, back = ([run for run in stored if run.phase == phase] for phase in ("forward", "backward"))
     copy_s = brought_s(placed, prices, training)
-    copies = ParameterTransfer(copy_s, (Transfer(copy_s, copy_s * (1 - prices.host.taken)),) if copy_s else ())
+    copies = ParameterTransfer(
+        copy_s, (ParameterCollective(copy_s, copy_s * (1 - prices.host.taken)),) if copy_s else ()
+    )
     return copies + _transfer(placed.program, ahead, prices), _transfer(placed.program, back, prices)
 
 
 def _transfer(program: Program, runs: list[PricedCollective], prices: Prices) -> ParameterTransfer:
-    together: list[Transfer] = []
+    together: list[ParameterCollective] = []
     for merged in in_one_buffer(program, runs):
         first = merged[0]
         whole_s = prices.collective_s(first.kind, first.axis, sum(run.num_bytes for run in merged))
         free_s = whole_s * (1 - prices.interference(first.kind, first.axis))
-        together.append(Transfer(whole_s, free_s, first.axis.links(prices.devices_per_node)))
+        together.append(ParameterCollective(whole_s, free_s, first.axis.links(prices.devices_per_node)))
     apart_s = sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in runs)
     return ParameterTransfer(apart_s, tuple(together))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autopar.objects.attribute_owners import is_plain
 from autopar.trace import torch_recording
 from autopar.trace.attribute_reads import Reads
-from autopar.trace.model_outputs import Assignment, add_to
+from autopar.trace.model_outputs import AssignedAttribute, add_to
 from autopar.trace.structure import Structure, describe, move_leaves, rebuild
 
 __all__ = ["AttributeWatch", "Changed"]
@@ -69,7 +69,7 @@ class Found:
 
     def __init__(self, first: int) -> None:
         """Nothing; `first` is the place of the first tensor."""
-        self.assigned: list[Assignment] = []
+        self.assigned: list[AssignedAttribute] = []
         self.tensors: list[Tensor] = []
         self.changed: list[Changed] = []
         self._first = first
@@ -78,7 +78,7 @@ class Found:
         """Set the attribute to this, or add this to what it has."""
         structure, tensors = describe(value)
         moved = move_leaves(structure, self._first + len(self.tensors))
-        self.assigned.append(Assignment(path, name, moved, is_added))
+        self.assigned.append(AssignedAttribute(path, name, moved, is_added))
         self.tensors.extend(tensors)
 
 

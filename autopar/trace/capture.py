@@ -33,7 +33,7 @@ from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
-from autopar.trace.model_outputs import Assignment
+from autopar.trace.model_outputs import AssignedAttribute
 from autopar.trace.multihead_attention import batch_first_attention
 from autopar.trace.past_autograd import PastAutograd
 from autopar.trace.read_inputs import (
@@ -101,7 +101,7 @@ class Captured:
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     reads: frozenset[tuple[str, str]] = frozenset()
-    assigned: tuple[Assignment, ...] = ()
+    assigned: tuple[AssignedAttribute, ...] = ()
     changed: tuple[Changed, ...] = ()
     answers: tuple[ReadValues, ...] = ()
     asked: frozenset[str] = frozenset()
@@ -156,7 +156,7 @@ class _Wrapper(nn.Module):
 @dataclass
 class _Records:
     outputs: Structure | None = None
-    assigned: tuple[Assignment, ...] = ()
+    assigned: tuple[AssignedAttribute, ...] = ()
     changed: tuple[Changed, ...] = ()
     reads: Reads = field(default_factory=Reads)
     notes_once: dict[str, None] = field(default_factory=dict[str, None])

@@ -95,7 +95,7 @@ def _function_of(
 def _made_of(
     ahead: fx.GraphModule, back: fx.GraphModule, undifferentiated: tuple[int, ...]
 ) -> type[torch.autograd.Function]:
-    class Captured(torch.autograd.Function):
+    class CapturedFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results, saved = ahead(*args)
@@ -111,7 +111,7 @@ def _made_of(
             saved = [next(tensors) if each is None else each[0] for each in ctx.others]
             return back(*gradients, *saved)
 
-    return Captured
+    return CapturedFunction
 
 
 def _text(module: fx.GraphModule) -> str:

@@ -11,11 +11,11 @@ from torch import nn
 from autopar.errors import OutputError
 from autopar.trace.structure import Leaf, Structure, rebuild, walk
 
-__all__ = ["Assignment", "ModelOutputs", "add_to"]
+__all__ = ["AssignedAttribute", "ModelOutputs", "add_to"]
 
 
 @dataclass(frozen=True)
-class Assignment:
+class AssignedAttribute:
     """An attribute that `forward` sets (``self.aux_loss = ...``), or a list or dict that it adds to.
 
     Args:
@@ -41,7 +41,7 @@ class ModelOutputs:
     """
 
     returned: Structure
-    assigned: tuple[Assignment, ...] = ()
+    assigned: tuple[AssignedAttribute, ...] = ()
 
     def __call__(self, entries: Sequence[Any]) -> Any:
         """What `forward` returns, of one entry for each of the program's outputs.

@@ -98,11 +98,11 @@ def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None
 
 @pytest.mark.slow
 def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.search import layer_work
+    from autopar.search import layer_pricing
 
     solved: list[int] = []
-    original = layer_work.LayerProblem
-    monkeypatch.setattr(layer_work, "LayerProblem", lambda *a, **k: solved.append(1) or original(*a, **k))
+    original = layer_pricing.LayerProblem
+    monkeypatch.setattr(layer_pricing, "LayerProblem", lambda *a, **k: solved.append(1) or original(*a, **k))
     run.__wrapped__(small_model(2), "recompute=none", max_microbatches=1)
     few = len(solved)
     solved.clear()

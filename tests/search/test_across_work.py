@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from autopar.search import SearchRequest, TrainingSpec, chain_dp, layer_work, search, single_stage
+from autopar.search import SearchRequest, TrainingSpec, chain_dp, layer_pricing, search, single_stage
 from autopar.step import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
 COUNTED = (
-    (layer_work, "LayerProblem"),
-    (layer_work, "solve_problem"),
-    (layer_work, "running_costs"),
-    (layer_work, "storage_cost"),
+    (layer_pricing, "LayerProblem"),
+    (layer_pricing, "solve_problem"),
+    (layer_pricing, "running_costs"),
+    (layer_pricing, "storage_cost"),
     (layer_cost, "placed_cost"),
     (single_stage, "fastest_paths"),
     (chain_dp, "_shortest"),

@@ -17,7 +17,7 @@ from autopar.planning import logits
 from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.program import Program
-from autopar.search import SearchRequest, candidate_sets, layer_work, plan_search, search
+from autopar.search import SearchRequest, candidate_sets, layer_pricing, plan_search, search
 from autopar.search.constraints import demands_on, parse_constraints
 from autopar.search.known_layers import KnownLayers
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
@@ -199,9 +199,9 @@ def test_a_search_under_other_constraints_shares_candidates_and_finds_what_it_fi
 def test_other_demands_on_activations_and_storage_share_problems_and_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     costs: list[Any] = []
-    problem, running = layer_work.LayerProblem, layer_work.running_costs
-    monkeypatch.setattr(layer_work, "LayerProblem", lambda *own: built.append(own[1].name) or problem(*own))
-    monkeypatch.setattr(layer_work, "running_costs", lambda *own: costs.append(own[1]) or running(*own))
+    problem, running = layer_pricing.LayerProblem, layer_pricing.running_costs
+    monkeypatch.setattr(layer_pricing, "LayerProblem", lambda *own: built.append(own[1].name) or problem(*own))
+    monkeypatch.setattr(layer_pricing, "running_costs", lambda *own: costs.append(own[1]) or running(*own))
 
     def planned(known: KnownLayers, *constraints: str) -> Plan:
         asked = SearchRequest(schedules=schedule_actions, constraints=("pipeline=1", *constraints), known=known)

@@ -21,11 +21,11 @@ from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.communicator import Communicator
 from autopar.placement import Step
 
-__all__ = ["RowPieces", "moved_row_product", "row_products_of_moved"]
+__all__ = ["PiecewiseMove", "moved_row_product", "row_products_of_moved"]
 
 
 @dataclass(frozen=True)
-class RowPieces:
+class PiecewiseMove:
     """A move of rows along one axis, and how it is cut.
 
     Args:
@@ -103,7 +103,7 @@ class RowPieces:
 class _Reducing:
     """Pieces that are added up one by one into `result`, two under way at a time."""
 
-    rows: RowPieces
+    rows: PiecewiseMove
     result: Tensor
     index: int = 0
     last: Handle | None = None
@@ -129,7 +129,7 @@ def _multiply(rows: Tensor, matrix: Tensor, added: Tensor | None = None, out: Te
     return torch.bmm(rows, wide, out=out) if added is None else torch.baddbmm(added, rows, wide, out=out)
 
 
-def _multiply_into(pieces: RowPieces, view: Tensor, matrix: Tensor, added: Tensor | None, out: Tensor) -> None:
+def _multiply_into(pieces: PiecewiseMove, view: Tensor, matrix: Tensor, added: Tensor | None, out: Tensor) -> None:
     """Put the product of a piece in its place."""
     rows, place = pieces.matrices(view), pieces.matrices(out)
     if place.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
@@ -139,7 +139,7 @@ def _multiply_into(pieces: RowPieces, view: Tensor, matrix: Tensor, added: Tenso
 
 
 def row_products_of_moved(
-    x: Tensor, rows: RowPieces, matrices: Sequence[tuple[Tensor, Tensor | None, bool]]
+    x: Tensor, rows: PiecewiseMove, matrices: Sequence[tuple[Tensor, Tensor | None, bool]]
 ) -> tuple[Tensor, ...]:
     """Products of `x` after its move.
 
@@ -154,7 +154,7 @@ def row_products_of_moved(
     return call_function(_ProductsOfMoved, x, rows, transposed, *operands)
 
 
-def moved_row_product(x: Tensor, rows: RowPieces, matrix: Tensor, added: Tensor | None, transposed: bool) -> Tensor:
+def moved_row_product(x: Tensor, rows: PiecewiseMove, matrix: Tensor, added: Tensor | None, transposed: bool) -> Tensor:
     """The move of a product, whose results are terms of a sum.
 
     Args:
@@ -188,7 +188,7 @@ def _matrix_gradient(gradient: Tensor, x: Tensor, *, transposed: bool) -> Tensor
 class _ProductsOfMoved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: RowPieces, transposed: tuple[bool, ...], *operands: Tensor | None
+        ctx: Any, x: Tensor, rows: PiecewiseMove, transposed: tuple[bool, ...], *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         matrices: Any = operands[::2]
         each = [
@@ -213,7 +213,7 @@ class _ProductsOfMoved(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         whole, *matrices = ctx.saved_tensors
-        rows: RowPieces = ctx.rows
+        rows: PiecewiseMove = ctx.rows
         each = list(zip(gradients, matrices, ctx.transposed, strict=True))
         reducing = _Reducing(rows, gradients[0].new_empty(ctx.shape))
         if ctx.needs_input_grad[0]:
@@ -234,7 +234,9 @@ class _ProductsOfMoved(torch.autograd.Function):
 
 class _MovedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowPieces, transposed: bool, matrix: Tensor, added: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rows: PiecewiseMove, transposed: bool, matrix: Tensor, added: Tensor | None
+    ) -> Tensor:
         ctx.rows, ctx.transposed, ctx.shape = rows, transposed, x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, matrix)
         turned = _turned(matrix, transposed)
@@ -253,7 +255,7 @@ class _MovedProduct(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, matrix = ctx.saved_tensors
-        rows: RowPieces = ctx.rows
+        rows: PiecewiseMove = ctx.rows
         wants_x, _, _, wants_matrix, wants_added = ctx.needs_input_grad
         (gradient,) = gradients
         turned = _turned(matrix, not ctx.transposed)

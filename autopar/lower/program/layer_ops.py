@@ -19,7 +19,7 @@ from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS, PARTS, resolve_target
 from autopar.lower.kernels.random import RandomState, makes_generators, random_scope
-from autopar.lower.kernels.row_pieces import RowPieces, moved_row_product, row_products_of_moved
+from autopar.lower.kernels.row_pieces import PiecewiseMove, moved_row_product, row_products_of_moved
 from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
@@ -75,7 +75,7 @@ def products_of_moved(
     `cut` is a dim of rows, and into how many pieces; each is multiplied while the next one is under way.
     """
     (step,) = layout_steps(src, dst, mesh)
-    return row_products_of_moved(x, RowPieces(step, *cut, context.communicator), matrices)
+    return row_products_of_moved(x, PiecewiseMove(step, *cut, context.communicator), matrices)
 
 
 def moved_product(
@@ -92,7 +92,7 @@ def moved_product(
     `cut` is a dim of rows, and into how many pieces; each is under way while the next one is multiplied.
     """
     (step,) = layout_steps(src, dst, mesh)
-    return moved_row_product(x, RowPieces(step, *cut, context.communicator), *matrix)
+    return moved_row_product(x, PiecewiseMove(step, *cut, context.communicator), *matrix)
 
 
 def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> Tensor:

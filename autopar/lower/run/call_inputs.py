@@ -327,7 +327,11 @@ class CallInputs:
             holds = holds_rows and not x.requires_grad
             if isinstance(x, DTensor):
                 own = dtensor_spans(x, self._communicator.world_size) if holds else ()
-                tensors.append(ShardedRows.of_rows(x.to_local(), own, self._gather_of(x)) if own else x.full_tensor())
+                tensors.append(
+                    ShardedRows.of_rows(x.to_local(), own, _gather_of(x, self._communicator))
+                    if own
+                    else x.full_tensor()
+                )
             elif opened.local.get(name) == 0 and holds and self._split.size > 1:
                 gather = partial(self._gather, counts=counts)
                 tensors.append(ShardedRows.of_rows(x.to(self._communicator.device), spans, gather))
@@ -335,18 +339,6 @@ class CallInputs:
                 dim = opened.local.get(name, -1)
                 tensors.append(x if dim < 0 else self._gather_along(dim, x.to(self._communicator.device), counts))
         return opened.call.call_with(tensors)
-
-    def _gather_of(self, x: DTensor) -> Callable[[Tensor], Tensor]:
-        """What gathers a DTensor that has `dtensor_spans`: by this module's communicator, if it knows the order of
-        ranks, since that also works on simulated ranks.
-        """
-        mesh = tuple(x.device_mesh.shape)
-        layout = tuple(from_torch_placement(placement, x.dim()) for placement in x.placements)
-        ranks: list[int] = cast("Any", x.device_mesh.mesh).flatten().tolist()
-        if ranks != list(range(self._communicator.world_size)):
-            return lambda _: x.full_tensor()
-        steps = reshard(layout, (REPLICATE,) * len(mesh), mesh)
-        return lambda local: reshard_tensor(local, steps, self._communicator)
 
     def _spans(self, counts: Sequence[int]) -> Spans:
         stops = list(accumulate(counts))
@@ -359,7 +351,7 @@ class CallInputs:
         read = [zlib.crc32(repr(x.tolist()).encode()) for x in self._read(opened).values()]
         known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened), *read))
         if any(crc != known[0][0] for crc, *_ in known):
-            self._raise_unlike(form)
+            _raise_unlike(form, self._communicator)
         for rank, (_, _, _, *values) in enumerate(known):
             self._check_read(opened, rank, [one == other for one, other in zip(values, known[0][3:], strict=True)])
         counts: dict[int, tuple[int, int]] = {}
@@ -399,17 +391,6 @@ class CallInputs:
         if self._has_compared:
             return 0
         return zlib.crc32(repr([int(digest_of(opened.call.named[name])) for name in sorted(opened.local)]).encode())
-
-    def _raise_unlike(self, form: str) -> None:
-        sent = form.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        forms = [
-            bytes(each).decode(errors="replace").strip() for each in self._communicator.gather_numbers(tuple(sent))
-        ]
-        rank = next((rank for rank, other in enumerate(forms) if other != forms[0]), 0)
-        raise InputShapeError(
-            f"ranks passed inputs of different forms: rank 0 {forms[0]}; rank {rank} {forms[rank]}. All but the "
-            "number of rows must be alike: pad what has other lengths to one that all ranks share"
-        )
 
     def _gather_along(self, dim: int, x: Tensor, counts: Sequence[int]) -> Tensor:
         """The same with rows along `dim`."""
@@ -453,4 +434,27 @@ def _refuse_gradient(_: Tensor) -> NoReturn:
         "is that of the rows of all data ranks, which only the model's program knows: let forward() return the loss, "
         "or pass it to autopar.parallelize(..., loss_fn=criterion, example_target=target) and call "
         "loss = model(x, target=target)"
+    )
+
+
+def _gather_of(x: DTensor, communicator: Communicator) -> Callable[[Tensor], Tensor]:
+    """What gathers a DTensor that has `dtensor_spans`: by `communicator`, if it knows the order of
+    ranks, since that also works on simulated ranks.
+    """
+    mesh = tuple(x.device_mesh.shape)
+    layout = tuple(from_torch_placement(placement, x.dim()) for placement in x.placements)
+    ranks: list[int] = cast("Any", x.device_mesh.mesh).flatten().tolist()
+    if ranks != list(range(communicator.world_size)):
+        return lambda _: x.full_tensor()
+    steps = reshard(layout, (REPLICATE,) * len(mesh), mesh)
+    return lambda local: reshard_tensor(local, steps, communicator)
+
+
+def _raise_unlike(form: str, communicator: Communicator) -> None:
+    sent = form.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    forms = [bytes(each).decode(errors="replace").strip() for each in communicator.gather_numbers(tuple(sent))]
+    rank = next((rank for rank, other in enumerate(forms) if other != forms[0]), 0)
+    raise InputShapeError(
+        f"ranks passed inputs of different forms: rank 0 {forms[0]}; rank {rank} {forms[rank]}. All but the "
+        "number of rows must be alike: pad what has other lengths to one that all ranks share"
     )

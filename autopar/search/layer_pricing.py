@@ -27,7 +27,7 @@ from autopar.step.overlap_estimate import ComputingRuns, ParameterTransfer, para
 from autopar.step.piece_seconds import best_pieces, demanded_pieces
 from autopar.step.training import own_training
 
-__all__ = ["LayerWork", "Pieces", "StoredVariant", "StrategyCosts"]
+__all__ = ["LayerPricing", "Pieces", "StoredVariant", "StrategyCosts"]
 
 _Made = TypeVar("_Made")
 
@@ -46,7 +46,7 @@ class StoredVariant:
 
 
 @dataclass(eq=False)
-class LayerWork:
+class LayerPricing:
     """The problems of one layer, by mesh and by which options are allowed, and the costs of its strategies."""
 
     settings: StepSettings
