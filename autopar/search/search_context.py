@@ -339,8 +339,8 @@ def _meshes_of_rows(context: SearchContext) -> tuple[tuple[int, ...], ...]:
 
 
 def _meshes_of_experts(context: SearchContext, usual: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own, without
-    the `usual` ones.
+    """Where experts are demanded of several nodes each time: nodes, and devices of a node, as axes of their own, but
+    not the `usual` ones.
 
     Only then does a token travel once to each node (`autopar.lower.kernels.experts`), not to each device.
     """
