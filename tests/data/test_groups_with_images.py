@@ -126,6 +126,7 @@ class Crowded(Captions):
         return {**sample, "pixel_values": sample["pixel_values"].repeat(TOKENS, 1, 1, 1)}
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_images_of_rows_is_named() -> None:
     skip_before_transformers_5("LLaVA counts what a boolean mask selects")
     found = family_of(4, "data=4 zero=1", nests=False)
