@@ -19,6 +19,7 @@ from autopar.trace.capture import WRAPPED, Captured
 from autopar.trace.decomposition import CHECKS, Functional
 from autopar.trace.graph import Graph, Names, call_by
 from autopar.trace.source_lines import frame_of_text
+from autopar.trace.strides import row_major_strides
 
 __all__ = ["convert", "tensor_type"]
 
@@ -149,7 +150,7 @@ class _GraphBuilder:
         target, args = str(node.target), tuple(map(self.argument, node.args))
         kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if not _is_dropped(target, k, v))
         if target.startswith("aten.as_strided"):
-            target, args, kwargs = "autopar.as_strided", (args[0], *_row_major_strides(node)), ()
+            target, args, kwargs = "autopar.as_strided", (args[0], *_strides(node)), ()
         self._append_op(node, results, target, args, kwargs)
 
     def _append_op(
@@ -165,51 +166,23 @@ class _GraphBuilder:
         self.ops.append(Op(node.name, target, args, kwargs, results, source=self.place[0], module=self.place[1]))
 
 
-def _row_major_strides(node: fx.Node) -> tuple[Arg, ...]:
+def _strides(node: fx.Node) -> tuple[Arg, ...]:
     """The size, strides and offset of a call of ``as_strided`` if its operand lay in row-major order in memory.
-
-    On several devices it lies otherwise than on one.  Dims that follow each other in memory are taken as one; a dim of
-    the result that goes over one of these goes over it in any order.
 
     Raises:
         TraceError: it writes to memory, or goes from one dim to another by their places in memory.
     """
-    operand, result = node.args[0], node.meta["val"]
+    operand = node.args[0]
     assert isinstance(operand, fx.Node)
-    x: Tensor = operand.meta["val"]
-    joined: list[tuple[int, int, int]] = []  # entries, their distance in memory, and in row-major order
-    row = x.numel()
-    for size, step in zip(x.shape, x.stride(), strict=True):
-        row //= max(1, size)
-        entries = size
-        if joined and joined[-1][1] == step * size:
-            entries *= joined.pop()[0]
-        if entries > 1:
-            joined.append((entries, step, row))
-    joined = sorted(joined, key=lambda each: -each[1])
-    goes_between = False
-    last = [0] * len(joined)  # the place of the last entry that is read, along each
-    strides: list[int] = []
-    for size, step in zip(result.shape, result.stride(), strict=True):
-        over = next((at for at, each in enumerate(joined) if each[1] and size > 1 and step % each[1] == 0), None)
-        goes_between |= over is None and size > 1 and step != 0
-        times = 0 if over is None else step // joined[over][1]
-        if over is not None:
-            last[over] += (size - 1) * times
-        strides.append(0 if over is None else times * joined[over][2])
-    offset, left = 0, int(result.storage_offset() - x.storage_offset())
-    for at, (_, step, row) in enumerate(joined):
-        times, left = divmod(left, step) if step else (0, left)
-        last[at] += times
-        offset += times * row
-    is_within = all(place < entries for place, (entries, _, _) in zip(last, joined, strict=True))
-    if str(node.target) != "aten.as_strided.default" or left or not is_within or goes_between:
+    found = row_major_strides(operand.meta["val"], node.meta["val"])
+    if found is None or str(node.target) != "aten.as_strided.default":
         raise TraceError(
             f"{_source(node) or 'the model'}: as_strided reads memory across the dims of a tensor that is no row-major "
             "one, or its result is written to, which has no meaning on several devices, where tensors lie otherwise in "
             "memory. Call it on x.contiguous(), write to a copy of what it gives, or use unfold"
         )
-    return tuple(result.shape), tuple(strides), offset
+    strides, offset = found
+    return tuple(node.meta["val"].shape), strides, offset
 
 
 def _source(node: fx.Node) -> str:

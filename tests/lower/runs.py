@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
 from autopar.trace import Traced
-from autopar.verify.rehearsal import SteadyAdamW
+from autopar.verify.rehearsal import SteadyAdamW, keep_double_program, planner_for, run_single
+from tests.zoo import forced_plan
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,32 @@ def assert_losses_and_gradients(
         largest = max(float(x.abs().max()) for x in expected.gradients.values())
         for name, x in expected.gradients.items():
             torch.testing.assert_close(gradients[name], x, rtol=0, atol=gradient * largest)
+
+
+def assert_batches_train_alone(
+    model: nn.Module,
+    traced: Traced,
+    batches: Sequence[Mapping[str, Any]],
+    ranks: int,
+    constraints: Sequence[str],
+    *,
+    num_plans: int,
+) -> None:
+    """On simulated ranks each batch has the loss and gradients of one device, and they have so many plans together.
+
+    `traced` is in float64, of the first of them.
+    """
+    plan = forced_plan(traced.program, ranks, *constraints)
+    planner = planner_for(model, traced, plan, batches[1:], keep_double_program, training=True)
+    alone = [run_single(model, batch, 1, in_double=True) for batch in batches]
+
+    def rank(talk: Communicator) -> tuple[list[tuple[float, dict[str, Tensor]]], int]:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        return losses_and_gradients(made, batches), len(made.plans)
+
+    for steps, found in simulate(ranks, rank):
+        assert_losses_and_gradients(steps, alone)
+        assert found == num_plans
 
 
 def train_single(

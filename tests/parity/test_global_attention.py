@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LongformerConfig, LongformerForMaskedLM
 
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.call_traces import trace_model
-from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
-from tests.lower.runs import assert_losses_and_gradients, build, losses_and_gradients
-from tests.zoo import forced_plan
+from autopar.verify.rehearsal import keep_double_program
+from tests.lower.runs import assert_batches_train_alone
 
 
 def small() -> nn.Module:
@@ -47,14 +42,5 @@ def test_places_of_global_attention_train_as_on_one_device(ranks: int, constrain
     model = small()
     traced = keep_double_program(trace_model(model, BATCHES[0]))
     assert not traced.read_values
-    plan = forced_plan(traced.program, ranks, *constraints.split())
-    planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)
-    alone = [run_single(model, batch, 1, in_double=True) for batch in BATCHES]
-
-    def rank(talk: Communicator) -> tuple[list[tuple[float, dict[str, Tensor]]], int]:
-        made: Any = build(model, traced, plan, talk, planner=planner)
-        return losses_and_gradients(made, BATCHES), len(made.plans)
-
-    for steps, num_plans in simulate(ranks, rank):
-        assert_losses_and_gradients(steps, alone)
-        assert num_plans == 3  # the third batch has the places of the first
+    # The third batch has the places of the first.
+    assert_batches_train_alone(model, traced, BATCHES, ranks, constraints.split(), num_plans=3)

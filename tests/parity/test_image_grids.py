@@ -19,14 +19,16 @@ from transformers import (
 
 import autopar
 from autopar.errors import MeshError, TraceError
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.call_traces import trace_model
-from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
-from tests.lower.runs import assert_losses_and_gradients, build, loss_of, losses_and_gradients
+from autopar.verify.rehearsal import keep_double_program, run_single
+from tests.lower.runs import (
+    assert_batches_train_alone,
+    assert_losses_and_gradients,
+    loss_of,
+    losses_and_gradients,
+)
 from tests.models import skip_before_transformers_5
 from tests.ranks import run_ranks
-from tests.zoo import forced_plan
 
 TOKENS, IMAGE, START = 20, 60, 62
 Grids = list[tuple[int, int, int]]
@@ -83,17 +85,8 @@ def test_images_of_several_sizes_train_as_on_one_device() -> None:
     model = small("qwen3")
     traced = keep_double_program(trace_model(model, BATCHES[0]))
     assert [*traced.read_values] == ["image_grid_thw"]
-    plan = forced_plan(traced.program, 2, "tensor=2")
-    planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)
-    alone = [run_single(model, batch, 1, in_double=True) for batch in BATCHES]
-
-    def rank(talk: Communicator) -> tuple[list[tuple[float, dict[str, Tensor]]], int]:
-        made: Any = build(model, traced, plan, talk, planner=planner)
-        return losses_and_gradients(made, BATCHES), len(made.plans)
-
-    for steps, num_plans in simulate(2, rank):
-        assert_losses_and_gradients(steps, alone)
-        assert num_plans == 3  # the third batch has the sizes of the first
+    # The third batch has the sizes of the first.
+    assert_batches_train_alone(model, traced, BATCHES, 2, ["tensor=2"], num_plans=3)
 
 
 def on_gloo(kind: str) -> list[tuple[float, dict[str, Tensor]]]:

@@ -17,14 +17,11 @@ from transformers import (
 
 import autopar
 from autopar.errors import InputShapeError
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.call_traces import trace_model
-from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
-from tests.lower.runs import assert_losses_and_gradients, build, losses_and_gradients
+from autopar.verify.rehearsal import keep_double_program, run_single
+from tests.lower.runs import assert_batches_train_alone, assert_losses_and_gradients, losses_and_gradients
 from tests.models import skip_before_transformers_5
 from tests.ranks import run_ranks
-from tests.zoo import forced_plan
 
 IMAGE, TOKENS_OF_IMAGE = 60, 4
 
@@ -73,17 +70,8 @@ def test_padding_images_are_left_out_as_on_one_device(kind: str, ranks: int, con
     model = small(kind)
     traced = keep_double_program(trace_model(model, BATCHES[0]))
     assert {read.inputs for read in traced.computed_values} == {("pixel_values",)}
-    plan = forced_plan(traced.program, ranks, *constraints.split())
-    planner = planner_for(model, traced, plan, BATCHES[1:], keep_double_program, training=True)
-    alone = [run_single(model, batch, 1, in_double=True) for batch in BATCHES]
-
-    def rank(talk: Communicator) -> tuple[list[tuple[float, dict[str, Tensor]]], int]:
-        made: Any = build(model, traced, plan, talk, planner=planner)
-        return losses_and_gradients(made, BATCHES), len(made.plans)
-
-    for steps, num_plans in simulate(ranks, rank):
-        assert_losses_and_gradients(steps, alone)
-        assert num_plans == 2  # the third batch has the images of the first
+    # The third batch has the images of the first.
+    assert_batches_train_alone(model, traced, BATCHES, ranks, constraints.split(), num_plans=2)
 
 
 def on_gloo(inputs: str) -> list[tuple[float, dict[str, Tensor]]]:
