@@ -24,7 +24,7 @@ from autopar.trace.source_lines import user_line
 
 __all__ = ["AskedValues", "Questions"]
 
-_NUMBERS = ("item", "__bool__", "__int__", "__index__")
+_NUMBERS = ("item", "__bool__", "__int__", "__index__", "__float__")
 _FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty"})
 _WITH_SIZES = _FACTORIES | {
     "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "view", "reshape", "expand",
@@ -90,8 +90,8 @@ class AskedValues:
             UnansweredError: the line's questions are to be answered, but the inputs of the call have no values here,
                 or it is too much.
         """
-        computation = None if x.is_floating_point() or x.is_complex() else self.computation_of(x)
-        if computation is None:
+        computation = self.computation_of(x)
+        if computation is None or (computation.places and (x.is_floating_point() or x.is_complex())):
             return None
         where = user_line()
         if where not in self._answered:
@@ -104,6 +104,10 @@ class AskedValues:
                 last = Operand(0)
             step = Step("aten.nonzero.default", (last,))
             computation = Computation(computation.places, (*computation.steps, step))
+        if not computation.places:  # the same in every call of these shapes
+            with torch_internals.plain_tensors():
+                known = computation.known(())
+            return None if known is None else known.tensor()
         read = self.reads.get(computation) or self._read(computation, where)
         self.reads[computation] = read
         return read.known.tensor()

@@ -76,7 +76,7 @@ class Computation:
             return None
         if not self.steps:
             return inputs[0]
-        device = inputs[0].device
+        device = inputs[0].device if inputs else torch.device("cpu")
         results: list[Any] = [x.detach().to(device) for x in inputs]
 
         def given(x: Any) -> Any:

@@ -20,7 +20,7 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
     """What leads from inputs, with their `places`, to a tensor of the trace under way.
 
     None if it follows from anything else as well, such as parameters or random numbers, if an input is written to, or
-    if floats are rounded.
+    if floats are rounded.  A computation without inputs is one of constants, such as a mask that forward makes itself.
     """
     last = recording.node_of(x)
     if last is None:
@@ -49,7 +49,7 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
         kwargs = tuple((name, map_arguments(arg, given)) for name, arg in node.kwargs.items())
         results[node] = Operand(len(own) + len(steps))
         steps.append(Step(target, map_arguments(node.args, given), kwargs))
-    if not own:
+    if not own and not steps:
         return None
     if steps and results[last] != Operand(len(own) + len(steps) - 1):  # written to since: the result comes last
         steps.append(Step("aten.alias.default", (results[last],)))

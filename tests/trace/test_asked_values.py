@@ -65,6 +65,15 @@ class Asking(nn.Module):
             x = x.nan_to_num()
         return self.linear(x)
 
+    def of_constants(self, x: Tensor) -> Tensor:
+        """Whether a mask that it makes itself hides anything, as LED asks without a mask."""
+        mask = torch.ones(x.shape[:1])
+        if (1 - mask).bool().any().item():
+            return self.linear(x) * mask[:, None]
+        for rate in mask.cumsum(0) / 8:
+            x = x * (1 - float(rate))
+        return self.linear(x)[: int((mask > 0).sum()) - 1].softmax(0)
+
     def rounded(self, x: Tensor) -> Tensor:
         return self.linear(x)[: int(x.sum())]
 
@@ -116,6 +125,15 @@ def test_an_answer_is_constant_and_other_inputs_may_have_it(how: str) -> None:
     with pytest.raises(InputShapeError, match="what follows from input 'x' has the values"):
         flatten((other,), {})
     assert torch.equal(x, before)
+
+
+def test_what_follows_from_constants_alone_is_known_and_compared_with_nothing() -> None:
+    model = Asking("of_constants")
+    traced = trace(model, (rows(),), {})
+    assert not traced.computed_values
+    (found,), _ = interpret(traced, model, traced.flatten_inputs((rows(1),), {}))
+    torch.testing.assert_close(found, model(rows(1)))
+    trace(model, (rows().to("meta"),), {})  # no values are needed
 
 
 def test_all_of_a_selection_is_the_tensor_itself() -> None:
