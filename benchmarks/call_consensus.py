@@ -69,7 +69,7 @@ def run_ranks(steps: int) -> None:
     if dist.get_rank() == 0:
         ratios = sorted(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
         low, _, high = statistics.quantiles(ratios, n=4)
-        noted_s, counted_s = once_s(lambda: calls.note_step([1e-3, 0.9, 0.999], "AdamW")), once_s(count)
+        noted_s, counted_s = once_s(lambda: calls.records.note_step([1e-3, 0.9, 0.999], "AdamW")), once_s(count)
         print(f"{world} ranks: noting an optimizer's step {noted_s * 1e6:.0f} us, counting what is trained of "
               f"{len([*parallel.parameters()])} parameters {counted_s * 1e6:.0f} us", flush=True)  # fmt: skip
         step_s, own_s = statistics.median(seconds[True]), statistics.median(taken[-steps:])

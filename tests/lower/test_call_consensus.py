@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
-from autopar.lower.communication import call_consensus
+from autopar.lower.communication import call_consensus, call_failures, call_records
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.communication.torch_groups import open_host_store
 
@@ -27,7 +27,7 @@ drawn = threading.local()  # where the generator of a rank stands
 
 @pytest.fixture(autouse=True)
 def generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_consensus, "digest_generators", lambda _: getattr(drawn, "numbers", 0))
+    monkeypatch.setattr(call_records, "digest_generators", lambda _: getattr(drawn, "numbers", 0))
 
 
 class Ranks:
@@ -76,7 +76,7 @@ def begun(count: int = 2, **arguments: Any) -> Ranks:
 
 
 def test_ranks_that_do_the_same_wait_only_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_consensus, "_KEPT_CALLS", 3)
+    monkeypatch.setattr(call_records, "_KEPT_CALLS", 3)
     ranks = begun()
     keys = ranks.store.num_keys()
     for number in range(20):
@@ -100,7 +100,7 @@ class CountedStore:
 
 
 def test_ranks_of_a_host_compare_in_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_consensus, "_KEPT_CALLS", 3)
+    monkeypatch.setattr(call_records, "_KEPT_CALLS", 3)
     world, hosts = CountedStore(), [CountedStore(), CountedStore()]
     ranks = Ranks(0)
     ranks.calls = [
@@ -349,7 +349,7 @@ def test_digests_of_an_accelerator_are_compared_one_step_later(monkeypatch: pyte
 
         return values
 
-    monkeypatch.setattr(call_consensus, "start_reading", start_reading)
+    monkeypatch.setattr(call_records, "start_reading", start_reading)
     ranks = begun(device=torch.device("cuda"))
     read.clear()
     for calls, more in zip(ranks.calls, (0, 1), strict=True):
@@ -384,7 +384,7 @@ def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_a_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_consensus, "_LAST_WORDS_S", 1.0)
+    monkeypatch.setattr(call_failures, "_LAST_WORDS_S", 1.0)
     ranks = begun(4)
     lost = RuntimeError("Connection closed by peer")
 
@@ -435,7 +435,7 @@ def test_ranks_with_other_rows_come_to_the_same_call() -> None:
 def test_ranks_that_draw_for_rows_of_their_own_may_draw_differently() -> None:
     ranks = Ranks(2)
     for calls in ranks.calls:
-        calls.compares_draws = False
+        calls.records.compares_draws = False
 
     def act(rank: int, calls: CallConsensus) -> str:
         drawn.numbers = rank

@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import time
-import weakref
-import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,57 +35,20 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
 from autopar.lower.autograd import on_gradient
-from autopar.lower.communication.call_differences import PLANNING, WITH_GRADIENT, difference, gone_on
-from autopar.lower.communication.consensus import portable
-from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
-from autopar.lower.communication.torch_groups import store_answers
+from autopar.lower.communication.call_differences import PLANNING, difference, gone_on
+from autopar.lower.communication.call_failures import LOST_STORE, CallFailures
+from autopar.lower.communication.call_records import NO_INPUTS, CallRecords, Named, Store
 from autopar.lower.compat import leaves_of
 
-__all__ = ["PLANNING", "POLL_S", "CallConsensus", "Store"]
+__all__ = ["PLANNING", "POLL_S", "CallConsensus"]
 
 T = TypeVar("T")
-Named = Iterable[tuple[str, Tensor | float | str]]
 
 POLL_S = 1.0  # a collective that takes longer is rare, and a look at the store takes a ten thousandth of it
 _POLL_PER_RANK_S = 2e-4  # looking whether all are there takes a third of that of the store's server
 _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compiling may take as long
-_LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
-_KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
-_NO_STEPS = 0, 0, ""  # how many steps optimizers made, a digest of their hyperparameters, and what the last one was
-_LONGEST = 60  # characters of a plain argument in a record, and in an error
-_FEW = 1024  # entries; of an input that is read in Python there are no more
 _LOGGER = logging.getLogger("autopar")
-
-_NO_STORE = "the store of the process group is gone; the process that hosts it, most often rank 0, has ended"
-
-
-class Store(Protocol):
-    """A store of torch.distributed."""
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Read what is there."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Count, from 0; the sum."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all have been written."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` where nothing is written (and `expected` is ``""``); what is there then."""
-        ...
-
-    def delete_key(self, key: str) -> bool:
-        """Forget."""
-        ...
 
 
 class CallConsensus:
@@ -97,7 +57,7 @@ class CallConsensus:
     Attributes:
         is_in_step: whether the default random generators of all ranks stood at the same place in the first call; then
             they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
-        compares_draws: whether ranks must draw the same numbers from these generators.
+        records: what they compare.
         is_torn: whether this rank left a call in its middle, so that new process groups are needed.
         num_gradients: how many parameters have gradients on this rank, to which the next call adds; 0: it adds to none,
             or ranks may have those of others.
@@ -119,29 +79,22 @@ class CallConsensus:
         of a kind waits for all of them.
         """
         self.is_in_step = False
-        self.compares_draws = True
+        self.records = CallRecords((store,) if host_store is None else (host_store, store), rank, device)
         self.is_torn = False
         self.num_gradients = 0
         self.broken = ""
         self.close: Callable[[], None] = lambda: None
         self.renew: Callable[[], None] = lambda: None
         self._store = store
-        self._stores = (store,) if host_store is None else (host_store, store)
+        self._failures = CallFailures(store, rank)
         self._rank = rank
         self._world_size = world_size
-        self._device = device
         self._timeout_s = timeout_s
         self._number = 0
         self._counts: Counter[str] = Counter()
         self._met: set[str] = set()
         self._where = "parallelize"
         self._ran_backward = True
-        self._steps = _NO_STEPS
-        self._told = -1  # the last call of which this rank left its error, or found another's
-        self._failure = ""  # what that was
-        self._written: deque[tuple[int, str, Store]] = deque()  # the records that this rank wrote: call, key, store
-        self._late: dict[str, Callable[[], list[Any]]] = {}  # digests of the call before, by `peers`
-        weakref.finalize(self, _say_ended, store, rank)
 
     def enter(
         self,
@@ -177,7 +130,7 @@ class CallConsensus:
                 self._call(kind, lambda: (None, first), waits=True)
             result = self._call(kind, prepare, peers, waits=True)
         except dist.DistError as error:
-            raise RankError(f"rank {self._rank} came to {self._where}, but: {_NO_STORE} ({error})") from error
+            raise RankError(f"rank {self._rank} came to {self._where}, but: {LOST_STORE} ({error})") from error
         self._met.add(kind)
         if kind != what:  # the call itself follows, under the same number; where planning fails, the call has failed
             self._counts[what] -= 1
@@ -190,14 +143,6 @@ class CallConsensus:
                 self._ran_backward = False
                 on_gradient(x, lambda _: self.backward_begins())
 
-    def note_step(self, numbers: Sequence[float], what: str) -> None:
-        """An optimizer makes a step with these hyperparameters; `what` names it in errors."""
-        count, digest, _ = self._steps
-        # Rounded, as hosts of other processors compute schedules with other last bits; a sum, as optimizers of single
-        # parameters may step in any order.
-        rounded = " ".join(f"{number:.6g}" for number in numbers)
-        self._steps = count + 1, (digest + zlib.crc32(rounded.encode())) % 2**32, what
-
     def backward_begins(self) -> None:
         """A backward of this call begins on this rank."""
         if not self._ran_backward:
@@ -208,26 +153,18 @@ class CallConsensus:
     def failing(self) -> Generator[None]:
         """Inside, others may have begun collectives; an error is left in the store for them to find."""
         try:
-            with self._telling():
+            with self._failures.leaving(self._number):
                 yield
         except BaseException:
             self.is_torn = True
             self.close()  # after the error was told: this ends what other ranks wait for
             raise
 
-    @contextmanager
-    def _telling(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._tell(error)
-            raise
-
     def look(self) -> None:
         """Raise if another rank has failed in this call, or will never come to the collective that this one is in."""
         following = str(self._number + 1)
         self._look_for_failure(self._number)
-        if self._number - 1 > self._told:  # this rank may have gone on before another one failed
+        if self._number - 1 > self._failures.last_call:  # this rank may have gone on before another one failed
             self._look_for_failure(self._number - 1)
         if self._where.startswith(_BACKWARD) and self._store.check([following]):
             rank, record = json.loads(self._store.get(following))
@@ -236,20 +173,20 @@ class CallConsensus:
                     f"rank {self._rank} is in {self._where}, but rank {rank} came to {record['call']} without one: "
                     "call backward() on every rank or on none"
                 )
-                self._tell(error, self._number + 1)
+                self._failures.leave(error, self._number, self._number + 1)
                 self.broken = str(error)
                 raise error
 
     def _look_for_failure(self, number: int) -> None:
-        if self._told >= number or not self._store.check([f"{number}/failed"]):
+        failed = self._failures.find(number)
+        if failed is None:
             return
-        rank, error = pickle.loads(self._store.get(f"{number}/failed"))
+        rank, error = failed
         found = type(error)(f"rank {rank} failed: {error}")
-        self._store.set(f"spoke/{self._rank}", "")
         if number < self._number:
             self.broken = gone_on(self._rank, rank, str(error))
-            self._tell(found)
-        self._told, self._failure = self._number, str(found)
+            self._failures.leave(found, self._number)
+        self._failures.note(self._number, str(found))
         raise found
 
     def lost(self, what: str, error: Exception) -> Exception:
@@ -257,12 +194,12 @@ class CallConsensus:
         text = f"rank {self._rank} failed in {self._where}, {what}: {type(error).__name__}: {error}"
         try:
             self.look()
-            self._tell(RankError(text))
-            silent = _silent_ranks(self._store, self._rank, self._world_size)
+            self._failures.leave(RankError(text), self._number)
+            silent = self._failures.describe_silent_ranks(self._world_size)
         except AutoparError as known:
             return known
         except dist.DistError:
-            silent = _NO_STORE
+            silent = LOST_STORE
         self.broken = text
         return RankError(
             f"{text}\n{silent}. The step can't be finished: end all processes and start again from the last checkpoint."
@@ -273,7 +210,7 @@ class CallConsensus:
         number = self._counts[kind.removeprefix(PLANNING)]
         self._where = kind.replace("{}", str(number), 1)  # what follows may have braces of its own
         backward, self._ran_backward = self._ran_backward, True
-        starts_anew = self._told == self._number - 1
+        starts_anew = self._failures.last_call == self._number - 1
         # Another rank may still be in a backward that this one does not run, or in the call that failed here.
         waits = waits or not backward or starts_anew
         with self._waiting_for_all() if waits else self.failing():
@@ -284,22 +221,12 @@ class CallConsensus:
                     "processes and start again"
                 )
             result, named = prepare()
-            given = list(named)
-            tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
-            digests = {name: digest_of(x) for name, x in tensors}
-            record = {
-                "call": self._where, "backward": backward,
-                "forms": [[name, _form_of(x)] for name, x in tensors],
-                "plain": {name: _text_of(x) for name, x in given if not isinstance(x, Tensor)},
-                "inputs": self._digests(digests, peers, waits=waits),
-                "host": {name: int(digests[name]) for name, x in tensors if _is_compared_first(x)},
-                "random": digest_generators(self._device) if self.compares_draws else 0,
-                "steps": self._steps, "gradients": self.num_gradients, "failed": self._failure if starts_anew else "",
-            }  # fmt: skip
-            none: dict[str, Any] = {"forms": [], "plain": {}, "inputs": ["", {}], "host": {}}
-            self._compare("", record | none if peers else record)
+            record = self.records.make(self._where, named, peers, waits=waits)
+            record |= {"backward": backward, "gradients": self.num_gradients}
+            record["failed"] = self._failures.text if starts_anew else ""
             if peers:
-                self._compare(peers, record)
+                self._compare("", record | NO_INPUTS)
+            self._compare(peers, record)
         if starts_anew:
             self._start_anew()
         return result
@@ -316,18 +243,10 @@ class CallConsensus:
 
     def _compare(self, peers: str, mine: dict[str, Any]) -> None:
         """Raise if the rank that came first, of this host or of all, wrote another record."""
-        key, record = f"{self._number}{peers}", json.dumps([self._rank, mine])
-        for store in self._stores:
-            rank, theirs = json.loads(store.compare_set(key, "", record))
-            if rank != self._rank:
-                self._compare_with(rank, theirs, mine, peers)
-                break  # the first rank of this host compares with the others
-            self._written.append((self._number, key, store))
-        while self._written and self._written[0][0] <= self._number - _KEPT_CALLS:
-            _, key, store = self._written.popleft()
-            store.delete_key(key)
-
-    def _compare_with(self, rank: int, theirs: dict[str, Any], mine: dict[str, Any], peers: str) -> None:
+        first = self.records.exchange(self._number, peers, mine)
+        if first is None:
+            return
+        rank, theirs = first
         if mine["random"] != theirs["random"] and not self._met:
             self._store.set("unlike", "")
         if bool(mine["failed"]) != bool(theirs["failed"]):
@@ -338,28 +257,12 @@ class CallConsensus:
         if error is not None:
             raise error
 
-    def _digests(self, digests: Mapping[str, Tensor], peers: str, *, waits: bool) -> list[Any]:
-        """``[the call that they are of, {input: digest}]``.
-
-        On an accelerator, but in the first call, they are of the call before: nothing is waited for.
-        """
-        call, read = self._where, start_reading(list(digests.values()), self._device)
-
-        def digests_of_call() -> list[Any]:
-            return [call, dict(zip(digests, read(), strict=True))]
-
-        if self._device.type == "cpu" or waits:
-            self._late.pop(peers, None)  # of a call that may have failed on some ranks before they had its inputs
-            return digests_of_call()
-        before, self._late[peers] = self._late.get(peers), digests_of_call
-        return before() if before else ["", {}]
-
     @contextmanager
     def _waiting_for_all(self) -> Generator[None]:
         """Inside is what may fail on one rank; after it, raise on all if it did."""
         here = f"{self._number}/here"
         try:
-            with self._telling():
+            with self._failures.leaving(self._number):
                 yield
         finally:
             if self.is_torn:
@@ -370,19 +273,19 @@ class CallConsensus:
         while self._store.add(here, 0) < self._world_size:
             self.look()
             waited_s = time.monotonic() - started_s
-            if waited_s > warn_s or self._store.check(["ended"]):
+            if waited_s > warn_s or self._failures.has_any_ended():
                 self._complain(here, waited_s)
                 warn_s = self._timeout_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
         self.look()
         if not self._met:
-            self.is_in_step = self.compares_draws and not self._store.check(["unlike"])
+            self.is_in_step = self.records.compares_draws and not self._store.check(["unlike"])
 
     def _complain(self, here: str, waited_s: float) -> None:
         """Name the ranks that have not come to this call; raise if they never will."""
         missing = [rank for rank in range(self._world_size) if not self._store.check([f"{here}/{rank}"])]
-        ended = [rank for rank in missing if self._store.check([f"ended/{rank}"])]
+        ended = self._failures.ended_of(missing)
         if ended or (missing and waited_s > self._timeout_s):
             how = f"ranks {ended} ended, or let go of their model" if ended else f"ranks {missing} did not come to it"
             raise RankError(
@@ -391,51 +294,3 @@ class CallConsensus:
             )
         if missing and waited_s > _WARN_S:
             _LOGGER.warning("rank %d waits in %s for ranks %s", self._rank, self._where, missing)
-
-    def _tell(self, error: BaseException, *numbers: int) -> None:
-        """Leave `error` for other ranks in this call, and in these."""
-        if self._told == self._number:
-            return
-        self._told, self._failure = self._number, f"{type(error).__name__}: {error}"
-        with suppress(dist.DistError):
-            self._store.set(f"spoke/{self._rank}", "")
-            for number in (self._number, *numbers):
-                self._store.set(f"{number}/failed", pickle.dumps((self._rank, portable(error))))
-            self._store.check([f"spoke/{self._rank}"])  # a set does not wait for the server; others look at once
-
-
-def _silent_ranks(store: Store, own: int, world_size: int) -> str:
-    """Which ranks have no error to tell, as far as is known a little later."""
-    others = [rank for rank in range(world_size) if rank != own]
-    until_s = time.monotonic() + _LAST_WORDS_S
-    while not store.check([f"spoke/{rank}" for rank in others]) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    silent = [rank for rank in others if not store.check([f"spoke/{rank}"])]
-    if not silent:
-        return "All other ranks failed, too: look for their messages"
-    return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
-
-
-def _form_of(x: Tensor) -> str:
-    """Shape, dtype, and whether a gradient is wanted, which backward may have to communicate."""
-    wants_gradient = x.requires_grad and torch.is_grad_enabled()
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{WITH_GRADIENT if wants_gradient else ''}"
-
-
-def _text_of(x: float | str) -> str:
-    """`x` as text that differs where `x` does, and is short."""
-    text = repr(x)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
-
-
-def _is_compared_first(x: Tensor) -> bool:
-    """Whether it is few integers in the host's memory: they may decide what runs, and are compared before that does."""
-    return x.device.type == "cpu" and x.numel() <= _FEW and not x.is_floating_point()
-
-
-def _say_ended(store: Store, rank: int) -> None:
-    """Whoever waits for `rank` can stop."""
-    with suppress(Exception):
-        if store_answers(store):
-            store.set(f"ended/{rank}", "")
-            store.set("ended", "")

@@ -65,9 +65,7 @@ class Coupling:
     @property
     def trained_elsewhere(self) -> list[nn.Parameter]:
         """The parameters of other pipeline stages that get gradients there; those of this rank have no elements."""
-        stored, own = self._store.stored, self._stages.group
-        names = (name for name in sorted(self.reached) if name in stored and own not in stored[name].groups)
-        return [p for p in map(self._store.module.get_parameter, names) if p.requires_grad]
+        return [*self._store.trained_elsewhere(sorted(self.reached), self._stages.group).values()]
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:

@@ -90,12 +90,8 @@ def block_gradients(
 
     Args:
         gradient: of the rows' result over all their keys.
-        query: as in `attend_block`; likewise `key`, `value`, `scale` and `is_causal`.
-        key: see `query`.
-        value: see `query`.
+        query: as in `attend_block`, as are `key`, `value`, `scale` and `is_causal`.
         whole: the result over all keys of the rows.
-        scale: see `query`.
-        is_causal: see `query`.
     """
     kernel = _kernel(query, value)
     if kernel == "flash":

@@ -88,14 +88,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
     Args:
         shards: of the rows of `query`, and of nothing else.
         query: ``[batch, heads, rows, size]``, this device's slice; an even number of rows.
-        key: see `document_attention`; likewise all others.
-        value: see `key`.
-        ids: see `key`.
-        scale: see `key`.
-        is_causal: see `key`.
-        is_sorted: see `key`.
-        length: for prices only.
-        window: see `key`.
+        key: see `document_attention`, also for all that follow.
     """
     del length
     scale = score_scale(query, scale)

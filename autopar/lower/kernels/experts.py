@@ -54,16 +54,7 @@ def masked_experts(
     return _ops.autopar_traced.experts(local, reads, experts, others, members, num_experts, body)
 
 
-def dispatched_experts(
-    shards: Shards,
-    ids: Tensor,
-    reads: Sequence[Tensor],
-    experts: Sequence[Tensor],
-    others: Sequence[Tensor],
-    members: Tensor,
-    num_experts: int,
-    body: str,
-) -> Tensor:
+def dispatched_experts(shards: Shards, *arguments: Any) -> Tensor:
     """This device's tokens, each sent to the devices that have experts of it, and their results sent back.
 
     On several axes a token goes to each place on the outermost axis where it has experts, and from there on.  So it
@@ -72,7 +63,7 @@ def dispatched_experts(
     between any two devices as the most that any device has for another: the devices agree on that number first, and
     the host waits for it.  Arguments are those of `masked_experts`; `members` are all experts.
     """
-    return _whole(parts_of_dispatch(shards, ids, reads, experts, others, members, num_experts, body))
+    return _whole(parts_of_dispatch(shards, *arguments))
 
 
 def parts_of_dispatch(

@@ -53,10 +53,7 @@ def _halo_convolution(  # noqa: PLR0913  (its arguments)
         x: ``[batch, channels, ...]``, this device's equal slice.
         weight: whole in space.
         bias: per channel, or None.
-        stride: as in torch; likewise all others.
-        padding: see `stride`.
-        dilation: see `stride`.
-        groups: see `stride`.
+        stride: as in torch, as are all others.
     """
     count = x.ndim - 2
     sizes = weight.shape[2:]
@@ -91,10 +88,7 @@ def _halo_max_pool(
         dim: the dim of `x` that is split; at least 2.
         shards: of that dim.
         x: ``[batch, channels, ...]``, this device's equal slice.
-        kernel_size: as in torch; likewise all others.
-        stride: see `kernel_size`.
-        padding: see `kernel_size`.
-        dilation: see `kernel_size`.
+        kernel_size: as in torch, as are all others.
         ceil_mode: False.
     """
     if ceil_mode:

@@ -21,7 +21,13 @@ from autopar.lower.kernels.logit_pieces import Chain, GradientSums, LogitPieces
 __all__ = ["linear_cross_entropy", "vocab_parallel_linear_cross_entropy"]
 
 
-def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
+def linear_cross_entropy(*arguments: Any) -> Tensor:
+    """`vocab_parallel_linear_cross_entropy` of all classes, on one device."""
+    return vocab_parallel_linear_cross_entropy(None, *arguments)
+
+
+def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
+    shards: Shards | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -34,12 +40,16 @@ def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
 ) -> Tensor:
     """The sum of the cross entropy of ``chain(hidden @ weight.T + bias)`` over all tokens; at least float32.
 
+    On a slice of the classes it is a term of the sum, which the first device has, and the gradient of `hidden` is a
+    term, too.  Communicates forward what ``vocab_parallel_cross_entropy`` does, for each piece.
+
     Args:
+        shards: of the classes; None: one device has all of them.
         hidden: ``[..., h]``, floating.
-        weight: ``[classes, h]``.
-        bias: ``[classes]``.
+        weight: ``[this device's classes, h]``.
+        bias: ``[this device's classes]``.
         target: class indices, int64, the shape of `hidden` without its last dim.
-        class_weight: ``[classes]``, no gradient.
+        class_weight: of all classes, no gradient.
         chain: what happens to logits, element by element: entries ``(target, args, kwargs, saves)``.
         ignore_index: tokens with this target count nothing.
         label_smoothing: 0 to 1.
@@ -47,39 +57,12 @@ def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
     """
 
     def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        return (cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing),)
+        settings = class_weight, 1, ignore_index, label_smoothing
+        if shards is None:
+            return (cross_entropy(logits, own, *settings),)
+        return (vocab_parallel_cross_entropy(shards, logits, own, *settings),)
 
-    return _sum(hidden, weight, bias, target, LogitPieces(chain, of, tokens))
-
-
-def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
-    shards: Shards,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    chain: Chain,
-    ignore_index: int,
-    label_smoothing: float,
-    tokens: int,
-) -> Tensor:
-    """The same on this device's slice of the classes: a term of the sum, which the first device has.
-
-    The gradient of `hidden` is a term, too.  Communicates forward what ``vocab_parallel_cross_entropy`` does, for each
-    piece.
-
-    `weight` and `bias` are of this device's classes, `class_weight` is of all; the rest is as in
-    `linear_cross_entropy`.
-    """
-
-    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        return (vocab_parallel_cross_entropy(shards, logits, own, class_weight, 1, ignore_index, label_smoothing),)
-
-    return _sum(hidden, weight, bias, target, LogitPieces(chain, of, tokens, has_sum=shards.index == 0))
-
-
-def _sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces) -> Tensor:
+    pieces = LogitPieces(chain, of, tokens, has_sum=shards is None or shards.index == 0)
     is_recording = torch.is_grad_enabled()
     trains = tuple(is_recording and x is not None and x.requires_grad for x in (hidden, weight, bias))
     return call_function(_LinearCrossEntropy, hidden, weight, bias, target, pieces, trains)

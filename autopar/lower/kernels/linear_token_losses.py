@@ -20,7 +20,13 @@ from autopar.lower.kernels.logit_pieces import Chain, GradientSums, LogitPieces
 __all__ = ["linear_token_losses", "vocab_parallel_linear_token_losses"]
 
 
-def linear_token_losses(  # noqa: PLR0913  (its arguments)
+def linear_token_losses(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`vocab_parallel_linear_token_losses` of all classes, on one device."""
+    return vocab_parallel_linear_token_losses(None, *arguments)
+
+
+def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
+    shards: Shards | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -34,12 +40,16 @@ def linear_token_losses(  # noqa: PLR0913  (its arguments)
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The cross entropy of ``chain(hidden @ weight.T + bias)`` of each token, in the dtype of the logits.
 
+    On a slice of the classes it is a term of a sum, which the first device has, and the gradient of `hidden` is a term,
+    too.  Communicates what ``vocab_parallel_cross_entropy`` does for each piece, forward, and backward again.
+
     Args:
+        shards: of the classes; None: one device has all of them.
         hidden: ``[..., h]``, floating.
-        weight: ``[classes, h]``.
-        bias: ``[classes]``.
+        weight: ``[this device's classes, h]``.
+        bias: ``[this device's classes]``.
         target: class indices, int64, the shape of `hidden` without its last dim.
-        class_weight: ``[classes]``, no gradient.
+        class_weight: of all classes, no gradient.
         chain: what happens to logits, element by element: entries ``(target, args, kwargs, saves)``.
         ignore_index: tokens with this target have no loss.
         label_smoothing: 0 to 1.
@@ -48,43 +58,13 @@ def linear_token_losses(  # noqa: PLR0913  (its arguments)
     """
 
     def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        losses = cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing, "none")
-        return (losses, logits.logsumexp(-1)) if has_log_sums else (losses,)
+        if shards is None:
+            losses = cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing, "none")
+            return (losses, logits.logsumexp(-1)) if has_log_sums else (losses,)
+        parts = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
+        return tuple(each.to(logits.dtype) for each in parts[: 1 + has_log_sums])
 
-    return _losses(hidden, weight, bias, target, LogitPieces(chain, of, tokens))
-
-
-def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
-    shards: Shards,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    chain: Chain,
-    ignore_index: int,
-    label_smoothing: float,
-    tokens: int,
-    has_log_sums: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The same on this device's slice of the classes: terms of a sum, which the first device has.
-
-    The gradient of `hidden` is a term, too.  Communicates what ``vocab_parallel_cross_entropy`` does for each piece,
-    forward, and backward again.
-
-    `weight` and `bias` are of this device's classes, `class_weight` is of all; the rest is as in `linear_token_losses`.
-    """
-
-    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        losses = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
-        return tuple(each.to(logits.dtype) for each in losses[: 1 + has_log_sums])
-
-    return _losses(hidden, weight, bias, target, LogitPieces(chain, of, tokens, has_sum=shards.index == 0))
-
-
-def _losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces
-) -> Tensor | tuple[Tensor, Tensor]:
+    pieces = LogitPieces(chain, of, tokens, has_sum=shards is None or shards.index == 0)
     losses = call_function(_LinearTokenLosses, hidden, weight, bias, target, pieces)
     return losses if len(losses) > 1 else losses[0]
 

@@ -36,10 +36,8 @@ def neighbor_documents(  # noqa: PLR0913  (its arguments)
         key: ``[batch, heads or fewer, rows, size]``, the same slice.
         value: as `key`.
         ids: of all tokens, not split; see `document_attention` for it and the arguments after it.
-        scale: see `ids`.
         is_causal: True.
         is_sorted: True.
-        length: see `ids`.
         window: at least 1.
 
     Raises:

@@ -64,10 +64,6 @@ def ring_documents(  # noqa: PLR0913  (its arguments)
         key: ``[batch, heads or fewer, rows, size]``, the same slice.
         value: as `key`.
         ids: of all tokens, not split; see `document_attention` for it and the arguments after it.
-        scale: see `ids`.
-        is_causal: see `ids`.
-        is_sorted: see `ids`.
-        length: see `ids`.
         window: 0.
 
     Raises:

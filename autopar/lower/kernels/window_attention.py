@@ -59,11 +59,7 @@ def context_windows(
     Args:
         shards: of the rows of `query`.
         query: ``[batch, heads, rows, size]``, this device's slice.
-        key: see `window_attention`; likewise all others.
-        value: see `key`.
-        scale: see `key`.
-        window: see `key`.
-        is_causal: see `key`.
+        key: see `window_attention`, also for all that follow.
     """
     rows, tokens = query.shape[2], key.shape[2]
     first = shards.index * rows
@@ -86,8 +82,7 @@ def neighbor_windows(
         query: ``[batch, heads, rows, size]``, this device's slice; at least ``window - 1`` rows.
         key: ``[batch, heads or fewer, rows, size]``, likewise.
         value: see `key`.
-        scale: see `window_attention`.
-        window: see `scale`.
+        scale: see `window_attention`, also for `window`.
         is_causal: True.
     """
     rows = query.shape[2]

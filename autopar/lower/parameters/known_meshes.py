@@ -173,7 +173,7 @@ def note_step(parameters: Iterable[Tensor], numbers: Sequence[float], what: str)
     meshes = {id(p.device_mesh) for p in parameters if isinstance(p, DTensor)}
     known = (_KNOWN[mesh] for mesh in meshes if mesh in _KNOWN)
     for calls in {each.calls for each in known if each.calls is not None and each.stages is None}:
-        calls.note_step(numbers, what)
+        calls.records.note_step(numbers, what)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,6 +127,12 @@ class ParameterStore:
             "that is not shared out over the devices as it was. Give the parameter other values in place of another "
             "parameter: with torch.no_grad(): p.copy_(values), or p.data = values"
         )
+
+    def trained_elsewhere(self, names: Iterable[str], group: int) -> dict[str, nn.Parameter]:
+        """Those of these parameters that get gradients, on stages of other groups only; here they have no elements."""
+        others = (name for name in names if name in self.stored and group not in self.stored[name].groups)
+        named = {name: self.module.get_parameter(name) for name in others}
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def home(self, local: Tensor) -> Tensor:
         """A part of a parameter, which is on the device, where parameters are stored."""

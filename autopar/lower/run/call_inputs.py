@@ -206,7 +206,7 @@ class CallInputs:
         self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
         if self.is_local and communicator.calls is not None:
-            communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers
+            communicator.calls.records.compares_draws = False  # whoever augments other rows draws other numbers
 
     @property
     def rank(self) -> int:

@@ -70,10 +70,7 @@ def trained_elsewhere(executor: Executor) -> dict[str, nn.Parameter]:
     stages, store = executor.stages, executor.store
     if not stages.is_pipeline:
         return {}
-    names = dict.fromkeys(store.first_name.get(name, name) for name in stages.holders)
-    others = [name for name in names if name in store.stored and stages.group not in store.stored[name].groups]
-    named = {name: store.module.get_parameter(name) for name in others}
-    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    return store.trained_elsewhere([store.first_name.get(name, name) for name in stages.holders], stages.group)
 
 
 def _check_trained(program: Program, trained: Set[str]) -> None:
