@@ -25,8 +25,8 @@ from autopar.search.pipeline.pipeline_constraints import pipeline_demands
 from autopar.search.pipeline.pipeline_numbers import PipelineNumbers
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.plan_selection import preferred_s
-from autopar.search.search_context import SearchContext
 from autopar.search.request import NoMatchError
+from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStageSearch
 from autopar.step.logits import in_pieces
 from tests.models import make_llama
