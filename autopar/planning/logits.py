@@ -15,7 +15,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.search.constraints import parse_constraints
 from autopar.search.plan_selection import preferred_s
-from autopar.search.request import DeferredGaps
+from autopar.search.request import DeferredGaps, NoMatchError
 from autopar.step.logits import PIECE_TOKENS, in_pieces, logits_bytes
 from autopar.step.prices import Prices
 
@@ -115,13 +115,17 @@ def _pieces_first(
     """The plan with logits in pieces, or the one with whole logits if that is nearly as fast."""
     made = in_pieces(program, PIECE_TOKENS)
     plan = search(made, compiled, math.inf)
-    with suppress(InfeasibleError):
+    # What is slower is passed over, so it is not known how much slower whole logits are.
+    gain = f"; predicted at least {_WORTH_IT:.2f}x as fast as with whole logits"
+    try:
         whole = search(program, plan.compiled or compiled, preferred_s(plan) * _WORTH_IT)
         if preferred_s(whole) < _WORTH_IT * preferred_s(plan):
             return whole
-        # What is slower was passed over, so it is not known how much slower whole logits are.
-        return _noted(plan, made, f"; predicted at least {_WORTH_IT:.2f}x as fast as with whole logits")
-    return _noted(plan, made)
+    except NoMatchError:
+        pass
+    except InfeasibleError:
+        gain = ""
+    return _noted(plan, made, gain)
 
 
 def _noted(plan: Plan, program: Program, gain: str = "") -> Plan:

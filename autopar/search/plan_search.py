@@ -33,7 +33,7 @@ from autopar.search.plan_selection import (
     select_plan,
     simulated_s,
 )
-from autopar.search.request import SearchRequest
+from autopar.search.request import NoMatchError, SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
 from autopar.search.space_splits import can_add_space, check_images, with_space
@@ -64,11 +64,12 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     Raises:
         ConstraintError: a constraint can't be read, contradicts another, matches nothing or can't be met.
         InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.
+        NoMatchError: what may fit is no faster than `request.rival_s`, and was passed over.
         MissingPriceError: an op or collective has no price.
     """
     try:
         return _search(program, world_size, prices, request)
-    except HostMemoryError:
+    except (HostMemoryError, NoMatchError):
         raise
     except InfeasibleError:
         if not can_add_space(program, world_size, request.constraints):
@@ -107,8 +108,8 @@ def _search(
             raise
         pipelines = _search_pipelines(context, demands, _LESS * limit)
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
-    if selected is None and single_stage.search_passed_over():
-        selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
+    if selected is None and single_stage.is_outdone:
+        raise NoMatchError(f"no plan was found that takes less than {request.rival_s:.4g} s a step")
     if selected is None:
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)

@@ -7,18 +7,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import DeadlineError
+from autopar.errors import DeadlineError, InfeasibleError
 from autopar.placement import Layout
 from autopar.plan import Decisions, Plan
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.known_layers import KnownLayers
 from autopar.step.training import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "ConsideredPlan", "DeferredGaps", "SearchRequest"]
+__all__ = ["MEMORY_ERROR", "ConsideredPlan", "DeferredGaps", "NoMatchError", "SearchRequest"]
 
 MEMORY_ERROR = 0.05
 """31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
 --held-out`; docs/accuracy.md has those that were not).  On GPUs it is an estimate."""
+
+
+class NoMatchError(InfeasibleError):
+    """A search with a rival found nothing that could be faster; who names a rival catches it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class SearchRequest:
             it: for a caller whose last batch is smaller.
         memory_error: how far predicted peaks can be off, relative: a plan must fit with that added.
         rival_s: seconds of a plan that is known, as `plan_selection.preferred_s` counts them: what can't be faster is
-            passed over, and the gap of a plan that is slower is not sought.
+            passed over (`NoMatchError`), and the gap of a plan that is slower is not sought.
         deadline: when a search that has not ended stops, by `time.perf_counter`, or a few seconds later.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         gaps: where gaps are left to be sought later; None: each search seeks its own.

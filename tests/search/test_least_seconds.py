@@ -15,6 +15,7 @@ from autopar.search import SearchRequest, TrainingSpec, plan_search, search
 from autopar.search.final_candidates import MemoryFilter, PlanCandidate
 from autopar.search.lagrangian import PathPool
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.pipeline_search import _lies_behind
 from autopar.search.pipeline.schedule_estimates import idle_of
 from autopar.search.plan_selection import select_plan
 from autopar.search.single_stage import SingleStagePaths
@@ -142,3 +143,22 @@ def test_what_is_clearly_slower_is_not_tried_in_other_orders(monkeypatch: pytest
     assert any(len(paths.orders(path)) > 1 for path in slow), "nothing is clearly slower, so this test shows nothing"
     assert not slow & {path for path, order in looked if order}
     assert {order for _, order in looked} > {0}
+
+
+@pytest.mark.parametrize(
+    ("count", "tried", "idle", "is_behind"),
+    [
+        (8, {2: 1.03, 4: 1.02}, 0.1, True),  # layers took 0.09 s longer already, and idle seconds fall by 0.05
+        (8, {2: 1.2, 4: 1.02}, 0.1, False),
+        (8, {2: 1.03, 4: 1.02}, 0.0, False),  # nothing is known of what idles
+        (2, {8: 1.03, 4: 1.02}, 0.1, True),
+        (2, {8: 1.2, 4: 1.02}, 0.1, False),
+        (8, {2: 1.02, 4: 1.03}, 0.0, True),
+        (3, {2: 1.02, 4: 1.03}, 0.1, False),
+        (8, {2: 1.03, 4: float("inf")}, 0.1, False),
+    ],
+)
+def test_numbers_of_microbatches_are_left_out_that_gain_less_than_layers_lose(
+    count: int, tried: dict[int, float], idle: float, is_behind: bool
+) -> None:
+    assert _lies_behind(count, tried, dict.fromkeys(tried, idle)) == is_behind

@@ -76,7 +76,8 @@ class PipelineSearch:
                 tried: dict[int, float] = {}
                 # The most promising first: what it finds, and what its layers take, rule others out.
                 for count in sorted(own, key=lambda count: self._rank(groups, count)):
-                    if not _lies_behind(count, tried):
+                    idle = {other: self._idle_share(groups, other) for other in tried}
+                    if not _lies_behind(count, tried, idle):
                         tried[count] = self._try(results, groups, count)
                 # One device group after the other is faster only for programs so small that launches take longer than
                 # computing; of all others the compute of their layers rules it out.
@@ -96,6 +97,18 @@ class PipelineSearch:
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
         """The most promising first, but the least first where demands have yet to be met."""
         return (abs(math.log2(count / (FIRST_MICROBATCHES * groups))) if self.context.settled else 0.0), count
+
+    def _idle_share(self, groups: int, count: int) -> float:
+        """The part of a step in which so many device groups idle at least, if stages are equal; 0 where backwards that
+        are split may fill it.
+        """
+        shares: list[float] = []
+        for shape in self._numbers.shapes(groups, count):
+            if shape.record.splits_backward and not self.context.request.training.compiled:
+                return 0.0
+            fill_share = idle_of(shape, shape.actions(self.schedules)).fill_share
+            shares.append((fill_share - 1 / groups) / ((count - 1) / groups + fill_share))
+        return min(shares, default=0.0)
 
     def _walk_to_best(self, counts: dict[int, list[int]], search: Callable[[int, int], float]) -> None:
         """From numbers in the middle, or those that were the best of an earlier search, to numbers of microbatches that
@@ -234,16 +247,32 @@ class PipelineSearch:
         return all(takes_longer(tables, *each, enough_s, self.demands.cuts) for each in listed)
 
 
-def _lies_behind(count: int, tried: Mapping[int, float]) -> bool:
-    """Whether so many microbatches lie behind a number that was slower than one before it.
+def _lies_behind(count: int, tried: Mapping[int, float], idle: Mapping[int, float]) -> bool:
+    """Whether so many microbatches lie behind a number that is no slower than they can be, by one before it.
 
-    More microbatches take longer, and with twice as many device groups idle half as long.  So what is lost grows, or
-    stays, and what is gained halves: if one step does not pay, the next one does not.  The same holds the other way.
+    With twice as many, device groups idle half as long, and layers take longer or the same: what is lost grows, or
+    stays.  So if it takes as long as half of the idle seconds or longer from one number to the next, twice the next
+    one is slower; and the same holds the other way, where idle seconds double and less is won back.
+
+    Args:
+        count: microbatches.
+        tried: for each number that was tried, seconds of the best pipeline; infinite if none fits.
+        idle: for each of these numbers the part of its seconds in which device groups idle.
     """
-    return any(
-        min(first, count) < second < max(first, count) and tried[second] >= tried[first] < _RULED_OUT_S
-        for first, second in itertools.permutations(tried, 2)
-    )
+    for first, second in itertools.permutations(tried, 2):
+        is_between = min(first, count) < second < max(first, count)
+        if not is_between or max(tried[first], tried[second]) >= _RULED_OUT_S:
+            continue
+        gain_s, idle_s, times = tried[first] - tried[second], idle[second] * tried[second], second / first
+        if count > second:
+            grown_s = ((times - 1) * idle_s - gain_s) / math.log2(times)
+            pays = grown_s < idle_s / 2
+        else:
+            grown_s = (gain_s + (1 - times) * idle_s) / -math.log2(times)
+            pays = grown_s > idle_s
+        if gain_s <= 0 or not pays:
+            return True
+    return False
 
 
 def _walk(values: list[int], attempt: Callable[[int], float]) -> None:
