@@ -41,7 +41,8 @@ def enter_graph(x: Tensor, leaf: Tensor) -> Tensor:
 
     What autograd saves of the result keeps the memory of `x`; `leaf` does not, nor does whoever holds it.
     """
-    entered: Tensor = call_function(_Entrance, leaf, x)
+    # Detached: the caller may have made `x` by ops of its own, whose nodes backward would run, and free, as well.
+    entered: Tensor = call_function(_Entrance, leaf, x.detach())
     # Backward runs the ready node that was made last, and this one first of all, as if the leaf were read without it: a
     # gradient that is a slice of a larger one would keep that one until the rest of the layer has run.
     untyped: Any = entered.grad_fn

@@ -218,6 +218,23 @@ def test_an_input_gets_its_gradient(runs: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_gradients_flow_on_through_what_made_an_input(num_microbatches: int) -> None:
+    """Once, and after the step's backward: the caller's own ops in front are not a part of the step."""
+    model, x, traced = with_loss(asks=False)
+    plan = random_plan(traced.program, 2, 3, num_microbatches=num_microbatches)
+
+    def gradient(model: nn.Module) -> Tensor:
+        given = x.clone().requires_grad_()
+        model(x=given + torch.softmax(given, 1)).backward()
+        assert given.grad is not None
+        return given.grad
+
+    expected = gradient(copy.deepcopy(model))
+    for found in run_ranks(model, traced, plan, gradient):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_with_stages_an_input_says_beforehand_that_it_wants_a_gradient() -> None:
     model, x, traced = with_loss(asks=False)
     plan = random_pipeline(traced.program, 2, 0, 2, "1f1b", 2)
