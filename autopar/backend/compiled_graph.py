@@ -41,7 +41,7 @@ class CompiledGraph:
         """
         if self._options is None:
             self._options = read_options(self._given, self._mode)
-        if self._graph.is_distributed:
+        if self._graph.is_distributed or self._graph.only_writes:
             return self._graph.code(*values)
         session = session_of(self._options.mesh)
         session.check_replaced()
@@ -70,7 +70,8 @@ class CompiledGraph:
                 planned = plan_graph(self._graph, values, options, session, trains=trains)
                 if planned is None:
                     return None, values
-                running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
+                with session.communicator.preparing_later():  # a rank that raises meets the others before groups open
+                    running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
                 return running, tuple(planned.replaced.get(id(value), value) for value in values)
 
         names = [*self._graph.names("input"), *self._graph.names("parameter")]

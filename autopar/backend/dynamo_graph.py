@@ -75,6 +75,11 @@ class CapturedGraph:
         results = {place: values[place] for place in self.places("number")}
         return {place: value.item() if isinstance(value, Tensor) else value for place, value in results.items()}
 
+    @property
+    def only_writes(self) -> bool:
+        """Whether no output is a tensor that it makes: an optimizer's step, which every rank runs on its own tensors."""
+        return not any(made is not None and place < 0 for made, place in zip(self.outputs, self.passed, strict=True))
+
     def places(self, role: str) -> list[int]:
         """The arguments of this role."""
         return [place for place, argument in enumerate(self.arguments) if argument.role == role]

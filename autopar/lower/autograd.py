@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ __all__ = [
     "backward_token",
     "before_backward",
     "call_function",
+    "call_untraced",
     "edge_of",
     "enter_graph",
     "gradients_of",
@@ -34,6 +37,21 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, whose annotations are incomplete."""
     untyped: Any = function
     return untyped.apply(*args)
+
+
+def call_untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, with a backward that Dynamo does not trace.
+
+    On CPUs autograd runs backward in the thread that asks for it: in a training step that is compiled as a whole Dynamo
+    would trace what runs the plan there.
+    """
+    return call_function(_untraced(function) if "torch._dynamo" in sys.modules else function, *args)
+
+
+@cache
+def _untraced(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    disable: Any = torch.compiler.disable
+    return type(function.__name__, (function,), {"backward": staticmethod(disable(function.backward))})
 
 
 def enter_graph(x: Tensor, leaf: Tensor) -> Tensor:
@@ -163,7 +181,7 @@ def run_backward_from(
 
 def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
     """A scalar whose backward gives `sources` the gradients that ``backward()`` returns, and holds none of them."""
-    return call_function(_GradientToken, backward, *sources)
+    return call_untraced(_GradientToken, backward, *sources)
 
 
 class _GradientToken(torch.autograd.Function):

@@ -194,7 +194,7 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 def _note_stages(plan: Plan, fastest: Plan) -> str:
     """A note on how much faster pipeline stages are predicted to be, where they were not chosen."""
-    gain = 1 - fastest.step_time_s / plan.step_time_s
+    gain = 1 - fastest.step_time_s / plan.step_time_s if plan.step_time_s else 0.0  # views alone take no time
     if plan.stages or gain < _WORTH_A_NOTE:
         return ""
     return (

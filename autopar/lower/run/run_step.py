@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.lower.autograd import backward_token, call_function
+from autopar.lower.autograd import backward_token, call_untraced
 from autopar.lower.compat import keeps_graph, local_part_of
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
@@ -212,7 +212,7 @@ def _token(ended: _Ended, sources: Sequence[Tensor]) -> Tensor:
 
 
 def _with_gradient(ended: _Ended, token: Tensor, place: int, output: Tensor) -> Tensor:
-    return call_function(_Outputs, (output,), ended.expects(place), token)[0]
+    return call_untraced(_Outputs, (output,), ended.expects(place), token)[0]
 
 
 class _BackwardHalf:
@@ -260,7 +260,7 @@ def _as_outputs(
     incoming: list[Tensor | None] = []
     anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
     token = backward_token(lambda: (None, *backward(incoming)), anchor, *sources)
-    return call_function(_Outputs, tuple(outputs), incoming, token)
+    return call_untraced(_Outputs, tuple(outputs), incoming, token)
 
 
 class _Outputs(torch.autograd.Function):
