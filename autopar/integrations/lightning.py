@@ -10,7 +10,7 @@ import inspect
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from autopar.errors import TrainerError
 from autopar.integrations.packages import optional
 from autopar.integrations.parallel_model import (
     count_ranks,
-    draws_kept,
     first_batch,
+    inputs_of_call,
     load_optimizer,
     own_rank,
     parallelize_over_ranks,
@@ -186,19 +186,10 @@ class AutoparStrategy(_ParallelStrategy):
         trainer.fit_loop.setup_data()
         batch = own.batch_to_device(first_batch(trainer.train_dataloader, self.root_device), self.root_device)
         takes_index = len(inspect.signature(around.training_step).parameters) > 1
-        handle = module.register_forward_pre_hook(_give_call, with_kwargs=True)
-        try:
-            with draws_kept(self.root_device), torch.no_grad():
-                around.training_step(*((batch, 0) if takes_index else (batch,)))
-        except _Call as call:
-            args, kwargs = call.args
-            return (
-                inspect.signature(module.forward).bind(*args, **kwargs).arguments
-                if args and kwargs
-                else (kwargs or args)
-            )
-        finally:
-            handle.remove()
+        arguments = (batch, 0) if takes_index else (batch,)
+        example = inputs_of_call(module, lambda: around.training_step(*arguments), self.root_device)
+        if example is not None:
+            return example
         raise TrainerError(
             f"training_step() did not call the {type(module).__name__}, so there are no example inputs to plan with: "
             "pass AutoparStrategy(parallelize_kwargs={'example_inputs': ...})"
@@ -271,14 +262,6 @@ class AutoparStrategy(_ParallelStrategy):
         if own_rank() == 0:
             for folder in Path(filepath).parent.glob(f"{Path(filepath).name}.optimizer*"):
                 shutil.rmtree(folder)
-
-
-class _Call(Exception):  # noqa: N818  (stops training_step)
-    """A call's args and kwargs."""
-
-
-def _give_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    raise _Call(args, kwargs)
 
 
 def _folder(path: str, number: int) -> Path:

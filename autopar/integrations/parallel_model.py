@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ from autopar.lower.kernels.random import generators_kept
 _DCP: Any = dcp  # incomplete annotations
 
 __all__ = [
-    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "load_model", "load_optimizer",
-    "own_rank", "parallelize_over_ranks", "save_model", "save_optimizer", "share_draws", "wait_for_ranks",
+    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "inputs_of_call", "load_model",
+    "load_optimizer", "own_rank", "parallelize_over_ranks", "save_model", "save_optimizer", "share_draws",
+    "wait_for_ranks",
 ]  # fmt: skip
 
 
@@ -72,6 +74,33 @@ def parallelize_over_ranks(
         mesh = init_device_mesh(device.type, (count_ranks(),))
     inputs = known.pop("example_inputs", None)
     return parallelize(model, mesh, example() if inputs is None else inputs, **known)
+
+
+class _Call(Exception):  # noqa: N818  (stops what made the call)
+    """A call's args and kwargs."""
+
+
+def _give_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise _Call(args, kwargs)
+
+
+def inputs_of_call(module: nn.Module, run: Callable[[], Any], device: torch.device) -> Any:
+    """What `run()` calls `module` with first, as example inputs; None if it does not call it.
+
+    `run` ends with that call, and random generators stand where they did before.
+    """
+    handle = module.register_forward_pre_hook(_give_call, with_kwargs=True)
+    try:
+        with draws_kept(device), torch.no_grad():
+            run()
+    except _Call as call:
+        args, kwargs = call.args
+        if args and kwargs:
+            return inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        return kwargs or args
+    finally:
+        handle.remove()
+    return None
 
 
 @contextmanager

@@ -22,7 +22,9 @@ from autopar.integrations.accelerate import AutoparAccelerator
 from autopar.integrations.packages import optional
 from autopar.integrations.parallel_model import (
     count_ranks,
+    draws_kept,
     first_batch,
+    inputs_of_call,
     load_optimizer,
     own_rank,
     parallelize_over_ranks,
@@ -168,7 +170,7 @@ class AutoparTrainerMixin:
         return parallelize_over_ranks(model, self.args.device, self._example_inputs, options)
 
     def _example_inputs(self) -> dict[str, Any]:
-        """A whole batch of the dataset, with what the Trainer adds to it."""
+        """What `compute_loss` calls the model with on a whole batch of the dataset."""
         own: Any = self
         dataset: Any = own.eval_dataset if own.train_dataset is None else own.train_dataset
         if hasattr(dataset, "values"):  # several to evaluate on
@@ -179,8 +181,17 @@ class AutoparTrainerMixin:
                 "pass one, or parallelize_kwargs={'example_inputs': ...}"
             )
         loader = own._get_dataloader(dataset, "Example", self.args.train_batch_size)
-        batch = dict(own._prepare_inputs(first_batch(loader, self.args.device)))
+        with draws_kept(self.args.device):
+            batch = dict(own._prepare_inputs(first_batch(loader, self.args.device)))
         count = own._get_num_items_in_batch([batch], self.args.device)
+        called: dict[str, Any] | tuple[Any, ...] | None = inputs_of_call(
+            self.model,
+            lambda: own.compute_loss(self.model, dict(batch), num_items_in_batch=count),
+            self.args.device,
+        )
+        if isinstance(called, dict) and batch.keys() & set(own.label_names) <= called.keys():
+            return called
+        # compute_loss keeps the labels, and the loss, to itself: the plan is for the model's own loss where it has one.
         if own.model_accepts_loss_kwargs and count is not None:
             batch["num_items_in_batch"] = count
         return batch

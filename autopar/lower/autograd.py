@@ -50,8 +50,8 @@ def call_untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @cache
 def _untraced(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    disable: Any = torch.compiler.disable
-    return type(function.__name__, (function,), {"backward": staticmethod(disable(function.backward))})
+    untyped: Any = torch.compiler
+    return type(function.__name__, (function,), {"backward": staticmethod(untyped.disable(function.backward))})
 
 
 def enter_graph(x: Tensor, leaf: Tensor) -> Tensor:

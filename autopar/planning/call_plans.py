@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -306,21 +306,31 @@ class CallPlanner:
         known = [_family_members(first, program), own, made] if is_like_first else [made]
         for plans in known:
             reused = (reuse_plan(plan, rows, program, self._prices, request) for rows, plan in plans)
-            usable = [plan for plan in reused if plan is not None]
+            usable = [plan for plan in reused if plan is not None and self._have_parameters(program, plan)]
             if usable:
                 return min(usable, key=lambda plan: plan.step_time_s)
         return None
 
+    def _have_parameters(self, program: Program, plan: Plan) -> bool:
+        """Whether each stage of `plan` holds what it reads: layers of the same form may read other parameters."""
+        return not list(_elsewhere(StageMap(program, plan, 0), StageMap(*self._first, 0)))
 
-def _check_stages(group: StageMap, first: StageMap) -> None:
-    """Raise PlanMismatchError unless each device group holds the parameters that its stage of a group reads."""
+
+def _elsewhere(group: StageMap, first: StageMap) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Parameters that device groups read without holding them: name, the groups that read, the groups that hold."""
     for name, read in group.holders.items():
         held = first.holders.get(name, (0,))  # the first group stores what the example doesn't read
         if not set(read) <= set(held):
-            raise PlanMismatchError(
-                f"in the plan for groups of {group.plan.group_size} devices of each stage, device groups {list(read)} "
-                f"read {name!r}, which is stored on {list(held)}: give the groups the stages of the plan"
-            )
+            yield name, tuple(read), tuple(held)
+
+
+def _check_stages(group: StageMap, first: StageMap) -> None:
+    """Raise PlanMismatchError unless each device group holds the parameters that its stage of a group reads."""
+    for name, read, held in _elsewhere(group, first):
+        raise PlanMismatchError(
+            f"in the plan for groups of {group.plan.group_size} devices of each stage, device groups {list(read)} "
+            f"read {name!r}, which is stored on {list(held)}: give the groups the stages of the plan"
+        )
 
 
 def _family_members(plan: Plan, program: Program) -> list[tuple[int, Plan]]:

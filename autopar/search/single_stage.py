@@ -36,7 +36,7 @@ _WORTH = 0.01
 _BOUND_PRICES = 10
 _ROUNDING = 1e-9  # of a sum, in another order
 # Of what compiled layers gain if all devices share their ops evenly, paths through them gain so much at least: 0.99 to
-# 1.36 of it in 18 searches without stages (LLaMA-3 8B and 70B, Mixtral on 64 devices; free, `zero=3`, `tensor=4`, 8).
+# 1.36 of it in 18 searches without stages, of dense decoders and experts on 64 devices (docs/decisions.md, (cp)).
 _COMPILED_GAIN = 0.95
 _FIRST = 3  # runs of equal candidates that are tried in front of the others: each takes a simulation of 10 ms
 

@@ -199,3 +199,23 @@ def test_a_missing_package_is_named() -> None:
         optional("no_such_package", "some[extra]")
     with pytest.raises(ImportError):
         optional("no_such_package", "some")
+
+
+def test_the_plan_is_for_what_a_compute_loss_calls_the_model_with(tmp_path: Path) -> None:
+    transformers = optional("transformers", "transformers[torch]")
+    mixin = optional("autopar.integrations.transformers", "transformers[torch]").AutoparTrainerMixin
+
+    class Scaled(mixin, transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+            return model(**inputs, output_hidden_states=True).loss
+
+    class KeepsLabels(mixin, transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+            labels = inputs.pop("labels")
+            return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+    kinds: list[Any] = [Scaled, KeepsLabels]
+    called, plain = (trainer(kind, tmp_path)._example_inputs() for kind in kinds)
+    assert called["output_hidden_states"] is True
+    assert called["labels"].shape == plain["labels"].shape == (BATCH, 12)  # stages need the model's own loss
+    assert "output_hidden_states" not in plain
