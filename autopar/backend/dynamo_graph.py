@@ -77,7 +77,7 @@ class CapturedGraph:
 
     @property
     def only_writes(self) -> bool:
-        """Whether no output is a tensor that it makes: an optimizer's step, which every rank runs on its own tensors."""
+        """Whether it makes no tensor that it returns: an optimizer's step, which ranks run on their own tensors."""
         return not any(made is not None and place < 0 for made, place in zip(self.outputs, self.passed, strict=True))
 
     def places(self, role: str) -> list[int]:
