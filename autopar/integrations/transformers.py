@@ -181,8 +181,14 @@ class AutoparTrainerMixin:
                 "pass one, or parallelize_kwargs={'example_inputs': ...}"
             )
         loader = own._get_dataloader(dataset, "Example", self.args.train_batch_size)
+        first = first_batch(loader, self.args.device)
+        if not isinstance(first, Mapping):
+            raise TrainerError(
+                f"batches of this trainer are a {type(first).__name__}, so that what its model is called with is not "
+                "known before it trains: pass parallelize_kwargs={'example_inputs': ...}"
+            )
         with draws_kept(self.args.device):
-            batch = dict(own._prepare_inputs(first_batch(loader, self.args.device)))
+            batch = dict(own._prepare_inputs(first))
         count = own._get_num_items_in_batch([batch], self.args.device)
         called: dict[str, Any] | tuple[Any, ...] | None = inputs_of_call(
             self.model,

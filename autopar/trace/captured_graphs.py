@@ -98,7 +98,7 @@ def _made_of(
     class CapturedFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            results, saved = ahead(*args)
+            results, saved = ahead.forward(*args)  # a call of the module would print what fails while slices are tried
             ctx.save_for_backward(*(x for x in saved if isinstance(x, Tensor)))
             ctx.others = [None if isinstance(x, Tensor) else (x,) for x in saved]
             parts = results if isinstance(results, tuple | list) else (results,)
@@ -109,7 +109,7 @@ def _made_of(
         def backward(ctx: Any, *gradients: Any) -> Any:
             tensors = iter(ctx.saved_tensors)
             saved = [next(tensors) if each is None else each[0] for each in ctx.others]
-            return back(*gradients, *saved)
+            return back.forward(*gradients, *saved)
 
     return CapturedFunction
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -103,3 +105,43 @@ def test_they_train_as_on_one_device() -> None:
         assert max(apart) < 2e-6
         assert "test_custom_functions.py:" in said
         assert "a custom torch.autograd.Function in a graph inside of Dynamo's" in said
+
+
+class Scaled(torch.autograd.Function):
+    """Fails on some slices of its operands, as it is tried on them."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, (gradients[0] * x).sum(0)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Any = Scaled.apply(self.up(x), self.scale)
+        return result
+
+
+def train_quietly() -> tuple[str, dict[str, float]]:
+    printed = StringIO()
+    with redirect_stderr(printed):
+        found = differences(Scaling, vector_batches, models.loss_outside, make_mesh(), "data=2")
+    return printed.getvalue(), found
+
+
+def test_nothing_is_printed_where_slices_are_tried() -> None:
+    for printed, found in run_ranks(train_quietly, 2):
+        assert "FX-traced" not in printed
+        assert max(found["loss"], found["gradients"], found["parameters"]) < 2e-6

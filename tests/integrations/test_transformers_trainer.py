@@ -219,3 +219,17 @@ def test_the_plan_is_for_what_a_compute_loss_calls_the_model_with(tmp_path: Path
     assert called["output_hidden_states"] is True
     assert called["labels"].shape == plain["labels"].shape == (BATCH, 12)  # stages need the model's own loss
     assert "output_hidden_states" not in plain
+
+
+def test_batches_that_are_lists_are_refused_by_name(tmp_path: Path) -> None:
+    mixin = optional("autopar.integrations.transformers", "transformers[torch]").AutoparTrainerMixin
+    transformers = optional("transformers", "transformers[torch]")
+
+    class Prompting(mixin, transformers.Trainer):
+        """Like trainers whose model writes what it is trained on."""
+
+    kind: Any = Prompting
+    made = trainer(kind, tmp_path)
+    made.data_collator = list
+    with pytest.raises(TrainerError, match=r"are a list.*example_inputs"):
+        made._example_inputs()

@@ -79,3 +79,24 @@ def test_buffers_of_any_dtype_are_verified():
     report = autopar.verify(model, plan, inputs)
     assert report.buffer_errors == {"mask": 0.0, "rotations": 0.0}
     assert max(report.gradient_errors.values()) < 1e-12
+
+
+class WithoutEntries(nn.Module):
+    """Has a parameter without entries, as models have whose number of extra tokens may be 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.zeros(0, 8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        tokens = self.tokens.expand(len(x), 0, 8)
+        return self.linear(torch.cat((tokens, x), 1)).square().mean()
+
+
+def test_a_parameter_without_entries_has_no_gradient_to_compare():
+    model, inputs = WithoutEntries(), {"x": torch.randn(4, 6, 8)}
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=("data=2",))
+    report = autopar.verify(model, plan, inputs)
+    assert report.gradient_errors.keys() == {"linear.weight", "linear.bias"}
+    assert max(report.gradient_errors.values()) < 1e-12
