@@ -31,6 +31,7 @@ from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.embedding_bags import written_embedding_bags
 from autopar.trace.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.flex_attention import dense_flex_attention
+from autopar.trace.hooked_tensors import notes_on_kept_tensors
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
 from autopar.trace.model_outputs import AssignedAttribute
@@ -248,8 +249,9 @@ def _capture_once(
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
     records = wrapper.records
+    notes = (*records.notes, *notes_on_kept_tensors(wrapper.get_submodule(WRAPPED)))
     return Captured(
-        exported, wrapper.records.outputs, classes, names, own, records.notes, frozenset(reads.found), records.assigned,
+        exported, wrapper.records.outputs, classes, names, own, notes, frozenset(reads.found), records.assigned,
         records.changed, tuple(questions.reads.values()), frozenset(questions.asked),
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ from autopar.trace.factors import attach_factors
 from autopar.trace.gpu_casts import casts_of
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
+from autopar.trace.hooked_tensors import refuse_kept_tensors
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
 from autopar.trace.loss_output import find_loss
@@ -164,7 +165,8 @@ def trace(
         needs: what layers are needed for, for which they are cut again.
 
     Raises:
-        TraceError: the model is not one graph, for instance because control flow depends on data.
+        TraceError: the model is not one graph, for instance because control flow depends on data, or a hook on a
+            submodule keeps a tensor outside of the model.
         ExampleInputsError: the arguments don't fit the model.
         OutputError: the model returns no tensor, or its cache was requested.
     """
@@ -172,6 +174,7 @@ def trace(
     is_training = model.training if training is None else training
     with casts_of(device_type):
         captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
+        refuse_kept_tensors(model)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)
         if not _casts_here(device_type):
