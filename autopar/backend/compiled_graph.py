@@ -27,6 +27,7 @@ class CompiledGraph:
     def __init__(self, graph: CapturedGraph, options: Mapping[str, Any] | None, mode: str) -> None:
         """Nothing is looked at before the first call."""
         self._graph = graph
+        self._runs_as_it_is = graph.is_distributed or graph.only_writes
         self._places = [place for place, argument in enumerate(graph.arguments) if argument.role != "number"]
         self._given = options
         self._mode = mode
@@ -41,7 +42,7 @@ class CompiledGraph:
         """
         if self._options is None:
             self._options = read_options(self._given, self._mode)
-        if self._graph.is_distributed or self._graph.only_writes:
+        if self._runs_as_it_is:
             return self._graph.code(*values)
         session = session_of(self._options.mesh)
         session.check_replaced()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-__all__ = ["redirect"]
+__all__ = ["cell_content", "redirect"]
 
 
 def redirect(value: Any, ids: Mapping[int, Any]) -> Any:
@@ -29,7 +29,7 @@ def redirect(value: Any, ids: Mapping[int, Any]) -> Any:
 
 def _redirect_function(function: FunctionType, ids: Mapping[int, Any]) -> FunctionType:
     """As `redirect`, for a function: ``lambda x: m.proj(m.fc(x))`` in a constructor refers to a submodule m."""
-    cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
+    cells = [(cell, cell_content(cell)) for cell in function.__closure__ or ()]
     positional, named = function.__defaults__ or (), function.__kwdefaults__ or {}
     if not any(id(x) in ids for x in (*(x for _, x in cells), *positional, *named.values())):
         return function
@@ -41,7 +41,8 @@ def _redirect_function(function: FunctionType, ids: Mapping[int, Any]) -> Functi
     return copy
 
 
-def _content(cell: CellType) -> Any:
+def cell_content(cell: CellType) -> Any:
+    """What a function encloses there; None as long as it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # empty: assigned later

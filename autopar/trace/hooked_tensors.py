@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.objects.references import cell_content
 from autopar.trace import torch_internals
 
 __all__ = ["notes_on_kept_tensors", "refuse_kept_tensors"]
@@ -63,11 +64,7 @@ def _reached_by(hook: Callable[..., Any]) -> Iterator[Any]:
     if code is None:
         yield vars(hook) if hasattr(hook, "__dict__") else None
         return
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+    yield from map(cell_content, function.__closure__ or ())
     yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
 
