@@ -153,7 +153,7 @@ class CallConsensus:
     def failing(self) -> Generator[None]:
         """Inside, others may have begun collectives; an error is left in the store for them to find."""
         try:
-            with self._failures.leaving(self._number):
+            with self._failures.leaving(lambda: self._number):
                 yield
         except BaseException:
             self.is_torn = True
@@ -262,7 +262,7 @@ class CallConsensus:
         """Inside is what may fail on one rank; after it, raise on all if it did."""
         here = f"{self._number}/here"
         try:
-            with self._failures.leaving(self._number):
+            with self._failures.leaving(lambda: self._number):
                 yield
         finally:
             if self.is_torn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -52,12 +52,12 @@ class CallFailures:
             self._store.check([f"spoke/{self._rank}"])  # a set does not wait for the server; others look at once
 
     @contextmanager
-    def leaving(self, call: int) -> Generator[None]:
-        """Inside, what is raised is left for other ranks, too."""
+    def leaving(self, call: Callable[[], int]) -> Generator[None]:
+        """Inside, what is raised is left for other ranks, too: in the call that is the present one by then."""
         try:
             yield
         except BaseException as error:
-            self.leave(error, call)
+            self.leave(error, call())
             raise
 
     def find(self, call: int) -> tuple[int, Exception] | None:
