@@ -76,6 +76,11 @@ class AskedValues:
         recorder = torch_recording.recorder()
         return None if recorder is None else computation_of(recorder, x, self._places)
 
+    def is_constant(self, x: Tensor) -> bool:
+        """Whether `x` is the same in every call of these shapes, such as a mask that forward makes of sizes."""
+        computation = self.computation_of(x)
+        return computation is not None and not computation.places
+
     @property
     def last_asked(self) -> frozenset[str]:
         """The lines to answer where a trace ends: that which asked last, or whose sizes it may have ended at."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.objects.attribute_owners import is_plain
-from autopar.trace import torch_recording
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.model_outputs import AssignedAttribute, add_to
+from autopar.trace.recorded_computations import depend_on_calls
 from autopar.trace.structure import Structure, describe, move_leaves, rebuild
 
 __all__ = ["AttributeWatch", "Changed"]
@@ -128,7 +128,7 @@ class AttributeWatch:
         is_read |= before is _MISSING and (path, name) in self._reads.missing
         if is_read and is_plain(before) and is_plain(now):
             found.changed.append(Changed(path, name, before, structure, ()))
-        elif is_read and not torch_recording.depend_on_calls(tensors, constants_too=isinstance(before, Tensor)):
+        elif is_read and not depend_on_calls(tensors, constants_too=isinstance(before, Tensor)):
             return  # made once, for all calls
         elif is_plain(now) or (tensors and not any(id(x) in self._state for x in tensors)):
             if is_read and not (is_plain(before) and before is not None):
@@ -152,4 +152,4 @@ def _added(now: Any, before: Any) -> Any:
         is_longer = len(longer) > len(before) and all(x is y for x, y in zip(longer, before, strict=False))
         return longer[len(before) :] if is_longer else []
     new = {key: x for key, x in now.items() if before.get(key, _MISSING) is not x}
-    return new if torch_recording.depend_on_calls(describe(new)[1]) else {}
+    return new if depend_on_calls(describe(new)[1]) else {}

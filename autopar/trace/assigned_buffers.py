@@ -1,21 +1,25 @@
 """Buffers that forward replaces, ``self.average = 0.9 * self.average + 0.1 * x``: the values go to the buffers.
 
 An export follows what is written to a buffer in place, and an assignment in the module that it exports, but not those
-in modules inside of it, whose new tensors it forgets.
+in modules inside of it, whose new tensors it forgets.  A buffer that forward makes when there is none,
+``if self.mask is None: self.register_buffer("mask", ...)``, is made in each program instead, where it is the same in all
+calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.objects.attribute_owners import joined
-from autopar.trace import torch_internals, torch_recording
+from autopar.objects.made_buffers import MadeBuffers
+from autopar.trace import torch_internals
+from autopar.trace.recorded_computations import depend_on_calls
 
 __all__ = ["written_assignments"]
 
@@ -26,15 +30,14 @@ def written_assignments(module: nn.Module) -> Generator[None]:
     the new values written to them.
 
     Raises:
-        TraceError: a buffer was given something else than a tensor of its shape and dtype.
+        TraceError: a buffer was given something else than a tensor of its shape and dtype, or there was none and it
+            was given a tensor that depends on the call.
     """
-    modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
-    before = {
-        (path, name): buffer
-        for path, owner in modules
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
-    }
+    buffers = MadeBuffers(module)
+    before = buffers.before
     yield
+    _check_made(buffers)
+    buffers.forget()
     assigned: list[tuple[Tensor, Tensor]] = []
     for (path, name), buffer in before.items():
         owner = module.get_submodule(path)
@@ -44,6 +47,17 @@ def written_assignments(module: nn.Module) -> Generator[None]:
                 assigned.append((buffer, value))
             setattr(owner, name, buffer)
     _write(assigned, [*before.values()])
+
+
+def _check_made(buffers: MadeBuffers) -> None:
+    """Refuse buffers that follow from more than those that were there, as the next call would find this call's."""
+    for (path, name), made in buffers.made().items():
+        if depend_on_calls([made], other_than=[*buffers.before.values()]):
+            raise TraceError(
+                f"forward makes the buffer {joined(path, name)}, which does not exist before, of what depends on the "
+                f"call, and the next call would find it: register a tensor of {made.dtype} {list(made.shape)} in "
+                "__init__, and let forward write to it"
+            )
 
 
 def _write(assigned: Sequence[tuple[Tensor, Tensor]], buffers: Sequence[Tensor]) -> None:
@@ -72,7 +86,7 @@ def _is_of_its_form(name: str, buffer: Tensor, value: Any, buffers: Sequence[Ten
         given = f"{value!r:.80}"
     elif (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
         return True
-    elif torch_recording.depend_on_calls([value], other_than=buffers):
+    elif depend_on_calls([value], other_than=buffers):
         given = f"a tensor of {value.dtype} {list(value.shape)}"
     else:
         return False

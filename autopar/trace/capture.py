@@ -25,6 +25,7 @@ from autopar.trace.assigned_buffers import written_assignments
 from autopar.trace.attribute_reads import Reads, recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
 from autopar.trace.covariances import written_covariances
+from autopar.trace.diagonals import written_diagonals
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
@@ -328,6 +329,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(written_statistics())
                 patches.enter_context(counts_of_known_length())
                 patches.enter_context(written_covariances())
+                patches.enter_context(written_diagonals())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_lists(wrapper.questions.list_of))
                 patches.enter_context(noted_conversions(note_conversion))

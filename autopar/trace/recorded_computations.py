@@ -1,19 +1,24 @@
-"""What leads from inputs to a tensor of the trace under way, as a computation that later calls run again."""
+"""What leads to a tensor of the trace under way, and from inputs, as a computation that later calls run again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental import proxy_tensor
 
 from autopar.trace import torch_internals
 from autopar.trace.input_computations import Computation, Operand, Step, map_arguments
 from autopar.trace.torch_recording import Recorder
 
-__all__ = ["computation_of"]
+__all__ = ["computation_of", "depend_on_calls"]
+
+_NAMES = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+_OF_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
+"""Ops that read no entry of what they are given."""
 
 
 def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]) -> Computation | None:
@@ -25,7 +30,7 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
     last = recording.node_of(x)
     if last is None:
         return None
-    needed = _behind(recording.graph, last)
+    needed = _behind(recording.graph, [last])
     own = [node for node in needed if node in places]
     results: dict[fx.Node, Any] = {node: Operand(index) for index, node in enumerate(own)}
     steps: list[Step] = []
@@ -56,6 +61,30 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
     return Computation(tuple(places[node] for node in own), tuple(steps))
 
 
+def depend_on_calls(
+    tensors: Sequence[Tensor], *, constants_too: bool = False, other_than: Sequence[Tensor] = ()
+) -> bool:
+    """Whether tensors of a trace under way follow from inputs, parameters, buffers or random numbers.
+
+    With `constants_too`, those that follow from other tensors that exist before the call do so, too; those that follow
+    from `other_than`, which exist before it, don't.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+
+    def nodes_of(some: Sequence[Tensor]) -> list[fx.Node]:
+        slots: list[Any] = [] if mode is None else [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in some]
+        return [slot.proxy.node for slot in slots if slot is not None]
+
+    given = ("placeholder", "get_attr") if constants_too else ("placeholder",)
+    others = {node for node in nodes_of(other_than) if node.op == "placeholder"}
+    last = nodes_of(tensors)
+    return any(
+        node.op in given or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in (_behind(last[0].graph, last, past_shapes=False) if last else ())
+        if node not in others
+    )
+
+
 def _can_be_repeated(node: fx.Node) -> bool:
     """Whether it is an op that gives the same with the same operands."""
     if node.op != "call_function":
@@ -77,19 +106,23 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _behind(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-    """The nodes that the value of `last` follows from now, in order: with those that write to what these read."""
+def _behind(graph: fx.Graph, last: Sequence[fx.Node], *, past_shapes: bool = True) -> list[fx.Node]:
+    """The nodes that the values of `last` follow from now, in order: with those that write to what these read.
+
+    Without `past_shapes`, not those of which only shapes are read.
+    """
     needed: set[fx.Node] = set()
     memory: set[int] = set()
     writes = [node for node in graph.nodes if _written_by(node)]
-    waiting = [last]
+    waiting = [*last]
     while waiting:
         while waiting:
             node = waiting.pop()
             if node not in needed:
                 needed.add(node)
                 memory |= _memory_of(node)
-                waiting.extend(node.all_input_nodes)
+                if past_shapes or getattr(node.target, "overloadpacket", None) not in _OF_SHAPES:
+                    waiting.extend(node.all_input_nodes)
         waiting = [node for node in writes if node not in needed and not memory.isdisjoint(_written_by(node))]
     return [node for node in graph.nodes if node in needed]
 

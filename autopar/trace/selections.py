@@ -172,15 +172,26 @@ def _select(questions: AskedValues, x: Any, index: Any) -> Selected | Tensor | N
     """``x[index]`` if that is a selection by a boolean tensor, else None."""
     mask = _mask_of(x, index)
     if mask is None:
-        return None
+        return _select_behind(questions, x, index)
     if torch_internals.has_known_values(mask):
         return x[mask.nonzero().unbind(1)]
     # What of results a mask selects, as in a loss, is other in every batch; which inputs there are is asked here.
-    places = questions.answer(mask, are_places=True) if questions.computation_of(x) else None
+    is_asked = questions.computation_of(x) or questions.is_constant(mask)
+    places = questions.answer(mask, are_places=True) if is_asked else None
     if places is not None:
         rest = x.shape[mask.dim() :]
         return x.reshape(-1, *rest).clone() if len(places) == mask.numel() else x[places.unbind(1)]
     return Selected(x, _Mask(mask.clone(), mask, mask._version, user_line())).harmless()
+
+
+def _select_behind(questions: AskedValues, x: Any, index: Any) -> Tensor | None:
+    """``x[..., mask]`` with a mask that is the same in all calls, such as one of what is off a diagonal, else None."""
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
+    masks = [at for at, each in enumerate(indices) if isinstance(each, Tensor) and each.dtype == torch.bool]
+    if not isinstance(x, Tensor) or len(masks) != 1 or not questions.is_constant(indices[masks[0]]):
+        return None
+    places = questions.answer(indices[masks[0]], are_places=True, is_size=True)
+    return None if places is None else x[*indices[: masks[0]], *places.unbind(1), *indices[masks[0] + 1 :]]
 
 
 def _write(x: Any, index: Any, value: Any) -> bool:

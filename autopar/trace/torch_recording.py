@@ -32,7 +32,6 @@ __all__ = [
     "OpsBelow",
     "Recorder",
     "Result",
-    "depend_on_calls",
     "is_composite",
     "is_same_computation",
     "is_torch_function",
@@ -327,34 +326,6 @@ def is_same_computation(one: Tensor, other: Tensor) -> bool:
         return False
     slots: list[Any] = [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in (one, other)]
     return all(slot is not None for slot in slots) and _are_equal(*(slot.proxy.node for slot in slots))
-
-
-def depend_on_calls(
-    tensors: Sequence[Tensor], *, constants_too: bool = False, other_than: Sequence[Tensor] = ()
-) -> bool:
-    """Whether tensors of a trace under way follow from inputs, parameters, buffers or random numbers.
-
-    With `constants_too`, those that follow from other tensors that exist before the call do so, too; those that follow
-    from `other_than`, which exist before it, don't.
-    """
-    mode = proxy_tensor.get_proxy_mode()
-
-    def nodes_of(some: Sequence[Tensor]) -> list[fx.Node]:
-        slots: list[Any] = [] if mode is None else [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in some]
-        return [slot.proxy.node for slot in slots if slot is not None]
-
-    waiting = nodes_of(tensors)
-    given = ("placeholder", "get_attr") if constants_too else ("placeholder",)
-    seen = {node for node in nodes_of(other_than) if node.op == "placeholder"}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        if node.op in given or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            return True
-        seen.add(node)
-        waiting.extend(node.all_input_nodes)
-    return False
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from autopar.objects.made_buffers import MadeBuffers
 from autopar.planning.call_traces import ExampleInputs
 from autopar.trace.structure import describe
 
@@ -21,7 +22,9 @@ def eval_outputs(model: nn.Module, batches: Sequence[ExampleInputs]) -> dict[str
     """
     if hasattr(model, "whole_outputs"):
         model.whole_outputs = True  # pyright: ignore[reportArgumentType]  (of a parallel module)
+    made_buffers = MadeBuffers(model)
     outputs = dict(_outputs(model.eval(), batches, "in eval mode"))
+    made_buffers.forget()  # what they follow from is changed here
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.mul_(1.25).add_(0.0 if buffer.any() else 1 / 64)

@@ -22,6 +22,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import dtensor_like, leaves_of, local_part_of, local_tensor, make_mesh, map_leaves
 from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.objects.made_buffers import MadeBuffers
 from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
@@ -221,6 +222,7 @@ def train(
 ) -> Run:
     """Train `model` itself (or one rank's part of it) on `inputs` in every step, or on these and `others` in turn."""
     turns = (inputs, *others)
+    made_buffers = MadeBuffers(model)  # on one device; ranks have them in their programs
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -233,6 +235,7 @@ def train(
         if step == 0:
             gradients = {n: _copy(p.grad) for n, p in _filled(model) if p.grad is not None}
         optimizer.step()
+    made_buffers.forget()
     return Run(
         tuple(losses),
         gradients,

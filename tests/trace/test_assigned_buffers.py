@@ -83,3 +83,46 @@ def test_a_table_that_grows_is_made_in_each_program() -> None:
     program = trace_model(Grown(), {"x": torch.randn(8, 8)}).program
     assert not program.updates
     assert [value.type.shape for value in program.values.values() if value.role == "constant"] == [(8,)]
+
+
+class Made(Stateful):
+    """Makes its buffer `table` in the first call, if there is none."""
+
+    def __init__(self, *, is_named: bool = True) -> None:
+        super().__init__()
+        if is_named:
+            self.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if getattr(self, "table", None) is None:
+            table = torch.ones_like(h[0])
+            table[1:] = self.last[1:] * torch.arange(7.0)
+            self.register_buffer("table", table, persistent=False)
+        return (h * self.table).square().mean()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_buffers_that_forward_makes_once_are_made_in_each_program(is_named: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = Made(is_named=is_named).double(), {"x": torch.randn(8, 8).double()}
+    cluster = autopar.Cluster.of("cpu", devices_per_node=2)
+    report = autopar.verify(model, autopar.plan(model, cluster, inputs, constraints=["data=2"]), inputs)
+    assert report.parameter_error < 1e-12 and report.worst_output[1] < 1e-12  # other values in `last` included
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_buffers_that_forward_makes_of_a_call_are_refused(is_written: bool) -> None:
+    class OfCall(Made):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            first = h.detach().mean(0)
+            if is_written:
+                zeros = torch.zeros(8)
+                zeros[:] = first
+                first = zeros
+            self.table = first if self.table is None else 0.9 * self.table + 0.1 * first
+            return (h - self.table).square().mean()
+
+    with pytest.raises(TraceError, match="makes the buffer table, which does not exist before"):
+        trace_model(OfCall(), {"x": torch.randn(8, 8)})
