@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import ExampleInputsError
 from autopar.objects.attribute_owners import is_plain
 from autopar.trace.attribute_reads import Reads
 from autopar.trace.model_outputs import AssignedAttribute, add_to
@@ -121,6 +122,24 @@ class AttributeWatch:
                 del own[name]
             own.update(before)
         return found
+
+    def begin_second(self, model: nn.Module) -> None:
+        """Between two calls in one trace: what the first has set to tensors of its own, the second must not compute
+        with, so there is something else; what follows from buffers alone is what the second would have set.
+
+        Raises:
+            ExampleInputsError: a list or dict has changed.
+        """
+        for (path, name), before in self._contents.items():
+            now: Any = self._owners[path].get(name)
+            if now is self._before[path][name] and _added(now, before):
+                raise ExampleInputsError(f"forward adds to {name!r}, so that calls differ")
+        buffers = [*model.buffers()]
+        for path, name, before, now in [*self._set()]:
+            structure, tensors = describe(now)
+            if depend_on_calls(tensors, other_than=buffers):
+                forms = tuple((tuple(x.shape), x.dtype) for x in tensors)
+                self._owners[path][name] = Changed(path, name, before, structure, forms).value()
 
     def _note(self, found: Found, path: str, name: str, before: Any, now: Any) -> None:
         structure, tensors = describe(now)

@@ -119,6 +119,7 @@ class _Wrapper(nn.Module):
         self.add_module(WRAPPED, module)
         self._form = form
         self.records = _Records()
+        self.is_second = False
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
@@ -135,6 +136,9 @@ class _Wrapper(nn.Module):
                 PastAutograd(training=self.training),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
+                if self.is_second:
+                    self._call(*args, **kwargs)
+                    watch.begin_second(self.get_submodule(WRAPPED))
                 returned = self._call(*args, **kwargs)
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
@@ -186,13 +190,15 @@ def capture(
     dtype: torch.dtype | None,
     autocast: torch.dtype | None = None,
     settings: Sequence[Changed] = (),
+    is_second: bool = False,
     answered: frozenset[str] = frozenset(),
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
     A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
-    have values like those that a forward has given them.  What lines of `answered` ask, and follows from inputs alone,
+    have values like those that a forward has given them; with `is_second`, the program is that of a call which finds
+    what another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
     is constant.
 
     Raises:
@@ -202,7 +208,8 @@ def capture(
     """
     asked: list[str] = []
     how: dict[str, Any] = {
-        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
+        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "is_second": is_second,
+        "answered": answered,
     }  # fmt: skip
     try:
         with answered_as_called(lambda: asked.append(user_line())):
@@ -224,6 +231,7 @@ def _capture_once(
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
     settings: Sequence[Changed],
+    is_second: bool,
     answered: frozenset[str],
 ) -> Captured:
     names, own = _tensor_names(model)
@@ -237,7 +245,7 @@ def _capture_once(
 
     questions = AskedValues(form, tensors, answered)
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
-    wrapper.training = training
+    wrapper.training, wrapper.is_second = training, is_second
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]

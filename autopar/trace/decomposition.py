@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.canonical_texts import canonical_text
 from autopar.trace.own_writes import group_writes
 
 __all__ = ["CHECKS", "Functional", "decompose"]
@@ -82,6 +83,15 @@ class Functional:
         return str(self.graph) == str(other.graph) and all(
             _are_equal(self.constants[name], other.constants.get(name)) for name in names if name in self.constants
         )
+
+    def gives_same(self, other: Functional) -> bool:
+        """Whether all its results are computed in the same way, whatever else is computed, and in which order."""
+        (text, names), (other_text, other_names) = (canonical_text(x.graph, x.inputs) for x in (self, other))
+        return text == other_text and all(
+            _are_equal(self.constants[name], other.constants.get(other_name)) if name in self.constants
+            else name == other_name
+            for name, other_name in zip(names, other_names, strict=True)
+        )  # fmt: skip
 
 
 def _are_equal(one: Any, other: Any) -> bool:

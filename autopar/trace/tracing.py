@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
-from autopar.errors import AutoparError, OutputError, TraceError
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
 from autopar.plan import Decisions
@@ -287,7 +287,11 @@ def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) ->
     """
 
     def is_same(settings: Sequence[Changed]) -> bool:
-        return captured.exported.is_same(capture_again(settings=settings).exported)
+        try:
+            again = capture_again(settings=settings)
+        except ExampleInputsError:  # as what was set with these is missing
+            return False
+        return captured.exported.is_same(again.exported)
 
     numbers = [each for each in captured.changed if each.is_plain]
     tensors = [each for each in captured.changed if not each.is_plain]
@@ -296,6 +300,12 @@ def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) ->
         changes = [f"{joined(each.path, each.name)!r} from {each.before!r} to {each.value()!r}" for each in numbers]
         text = f"forward reads and changes {', '.join(changes)}"
         if not is_same(numbers):
+            if _is_repeated(captured, capture_again):
+                return replace(
+                    captured,
+                    notes=(*captured.notes, f"{text}, with tables that are the same in every call of these shapes"),
+                    reads=captured.reads - {(each.path, each.name) for each in captured.changed},
+                )
             raise TraceError(
                 f"{text}, and computes something else then, but a program is the same in every call: change it outside "
                 "of the model before a call, which is then planned again, or keep it as a tensor in a buffer"
@@ -310,6 +320,16 @@ def _with_changes(captured: Captured, capture_again: Callable[..., Captured]) ->
             "the next call would read, as a program can do with buffers only: register it with register_buffer"
         )
     return replace(captured, notes=(*captured.notes, *notes), reads=reads)
+
+
+def _is_repeated(captured: Captured, capture_again: Callable[..., Captured]) -> bool:
+    """Whether a call after one with the same inputs computes the same, of what that one has left in attributes.
+
+    So it is where these are tables of a length, and the length: the program makes them in every call.
+    """
+    with suppress(ExampleInputsError):
+        return captured.exported.gives_same(capture_again(is_second=True).exported)
+    return False
 
 
 def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> Graph:

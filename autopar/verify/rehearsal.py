@@ -116,11 +116,12 @@ def run_single(
     With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype; `follows_integers` as
     in `needs_wide_integers`.
     """
-    model = copy.deepcopy(model)
-    roots = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
+    model, fresh = copy.deepcopy(model), copy.deepcopy(model)
+    members = (x for each in (model, fresh) for x in (*each.parameters(), *each.buffers()))
+    roots = (*members, *leaves_of((inputs, *batches, *others)))
     keep = _KeepDouble(roots, follows_integers=follows_integers) if in_double else nullcontext()
     with dense_flex_attention(), accurate_products(), keep:
-        return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
+        return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches, fresh)
 
 
 def run_parallel(
@@ -146,9 +147,9 @@ def run_parallel(
     return join_runs(run_ranks(model, traced, plan, action, planner), plan.num_groups)
 
 
-def _evaluated(run: Run, model: nn.Module, batches: Sequence[ExampleInputs]) -> Run:
+def _evaluated(run: Run, model: nn.Module, batches: Sequence[ExampleInputs], fresh: nn.Module | None = None) -> Run:
     try:
-        return replace(run, outputs=eval_outputs(model, batches))
+        return replace(run, outputs=eval_outputs(model, batches, fresh))
     except AutoparError as error:
         return replace(run, refusal=str(error))
 

@@ -155,3 +155,35 @@ class FirstBatch(nn.Module):
 def test_what_later_calls_would_find_is_refused(model: type[nn.Module], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         autopar.plan(model().double(), autopar.Cluster.of("cpu", devices_per_node=2), INPUTS)
+
+
+class Tables(nn.Module):
+    """Makes tables when the length changes, as rotary embeddings do; or of something else, in the first call."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear, self.length = way, nn.Linear(8, 8), -1
+        self.register_buffer("frequency", torch.rand(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.length != len(x):
+            self.length = len(x)
+            of = {"buffer": self.frequency, "input": x[0], "result": h[0], "parameter": self.linear.bias}[self.way]
+            self.table = torch.outer(torch.arange(len(x)), of.detach()).cos()
+        return functional.cross_entropy(h * self.table, y)
+
+
+def test_tables_of_a_length_are_made_in_every_call() -> None:
+    torch.manual_seed(0)
+    model = Tables("buffer").double()
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), INPUTS, constraints=["data=2"])
+    assert "tables that are the same in every call" in plan.notes[0]
+    report = autopar.verify(model, plan, INPUTS)  # with other frequencies, too
+    assert report.worst_output[1] < 1e-12
+
+
+@pytest.mark.parametrize("way", ["input", "result", "parameter"])
+def test_what_a_call_makes_of_its_own_for_later_ones_is_refused(way: str) -> None:
+    with pytest.raises(TraceError, match="reads and changes 'length' from -1 to 8, and computes something else"):
+        trace_model(Tables(way).double(), INPUTS)

@@ -30,7 +30,9 @@ def filled_diagonal(z: Tensor) -> Tensor:
     similarities.fill_diagonal_(-1e9)
     weights = similarities.softmax(1).masked_fill(own.fill_diagonal_(True), 2.0)
     # More rows than columns: the diagonal ends with the columns.
-    return functional.cross_entropy(similarities, torch.arange(len(z)).roll(1)) + (weights @ z).fill_diagonal_(1.0).std()
+    return (
+        functional.cross_entropy(similarities, torch.arange(len(z)).roll(1)) + (weights @ z).fill_diagonal_(1.0).std()
+    )
 
 
 class Embedding(nn.Module):
