@@ -2,8 +2,8 @@
 
 An export follows what is written to a buffer in place, and an assignment in the module that it exports, but not those
 in modules inside of it, whose new tensors it forgets.  A buffer that forward makes when there is none,
-``if self.mask is None: self.register_buffer("mask", ...)``, is made in each program instead, where it is the same in all
-calls.
+``if self.mask is None: self.register_buffer("mask", ...)``, is made in each program instead, where it is the same in
+all calls.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def canonical_text(graph: fx.Graph, inputs: Sequence[InputSpec]) -> tuple[tuple[
         waiting.pop()
         if node.op == "placeholder":
             read.append(targets.get(node.name, node.name))
-        operands: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda each: f"%{numbers[each]}")  # noqa: B023
+        operands: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda each: f"%{numbers[each]}")
         what = "" if node.op in ("placeholder", "output") else str(node.target)
         numbers[node] = len(numbers)
         lines.append(f"{node.op} {what} {operands}")

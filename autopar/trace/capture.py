@@ -24,8 +24,6 @@ from autopar.trace.assigned_attributes import AttributeWatch, Changed
 from autopar.trace.assigned_buffers import written_assignments
 from autopar.trace.attribute_reads import Reads, recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
-from autopar.trace.covariances import written_covariances
-from autopar.trace.diagonals import written_diagonals
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
@@ -55,6 +53,7 @@ from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 from autopar.trace.tracing_questions import UndecidedMaskError, answered_as_called
 from autopar.trace.unknown_numbers import Names, noted_conversions
 from autopar.trace.value_checks import passed_checks
+from autopar.trace.written_functions import written_functions
 
 __all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
 
@@ -189,16 +188,15 @@ def capture(
     training: bool,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None = None,
-    settings: Sequence[Changed] = (),
-    is_second: bool = False,
+    settings: Sequence[Changed] | None = (),
     answered: frozenset[str] = frozenset(),
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
     A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
-    have values like those that a forward has given them; with `is_second`, the program is that of a call which finds
-    what another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
+    have values like those that a forward has given them; with None, the program is that of a call which finds what
+    another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
     is constant.
 
     Raises:
@@ -208,8 +206,7 @@ def capture(
     """
     asked: list[str] = []
     how: dict[str, Any] = {
-        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "is_second": is_second,
-        "answered": answered,
+        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
     }  # fmt: skip
     try:
         with answered_as_called(lambda: asked.append(user_line())):
@@ -230,8 +227,7 @@ def _capture_once(
     training: bool,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
-    settings: Sequence[Changed],
-    is_second: bool,
+    settings: Sequence[Changed] | None,
     answered: frozenset[str],
 ) -> Captured:
     names, own = _tensor_names(model)
@@ -245,11 +241,11 @@ def _capture_once(
 
     questions = AskedValues(form, tensors, answered)
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
-    wrapper.training, wrapper.is_second = training, is_second
+    wrapper.training, wrapper.is_second = training, settings is None
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
-    for each in settings:
+    for each in settings or ():
         setattr(wrapper.get_submodule(WRAPPED).get_submodule(each.path), each.name, each.value())
     with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
         wrapper.records.reads = reads
@@ -336,8 +332,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.unprinted_graphs())
                 patches.enter_context(written_statistics())
                 patches.enter_context(counts_of_known_length())
-                patches.enter_context(written_covariances())
-                patches.enter_context(written_diagonals())
+                patches.enter_context(written_functions())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_lists(wrapper.questions.list_of))
                 patches.enter_context(noted_conversions(note_conversion))

@@ -328,7 +328,7 @@ def _is_repeated(captured: Captured, capture_again: Callable[..., Captured]) -> 
     So it is where these are tables of a length, and the length: the program makes them in every call.
     """
     with suppress(ExampleInputsError):
-        return captured.exported.gives_same(capture_again(is_second=True).exported)
+        return captured.exported.gives_same(capture_again(settings=None).exported)
     return False
 
 

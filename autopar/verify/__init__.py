@@ -291,7 +291,7 @@ def compare(expected: Run, actual: Run, world_size: int) -> VerificationReport:
         loss_error=max(map(number_error, expected.losses, actual.losses), default=0.0),
         gradient_errors=_errors(expected.gradients, actual.gradients, "gradient"),
         parameter_errors=_errors(expected.parameters, actual.parameters, "parameter"),
-        buffer_errors=_errors(expected.buffers, actual.buffers, "buffer"),
+        buffer_errors=_errors(*_mask_nonfinite(expected.buffers, actual.buffers), "buffer"),
         output_errors={} if actual.refusal else _errors(*_mask_nonfinite(expected.outputs, actual.outputs), "output"),
         refusal=actual.refusal,
     )
@@ -300,7 +300,9 @@ def compare(expected: Run, actual: Run, world_size: int) -> VerificationReport:
 def _mask_nonfinite(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Both, with 0 in entries where they have the same non-finite value, as may result from other values in buffers."""
+    """Both, with 0 in entries where they have the same non-finite value, as buffers of masks do, and outputs with other
+    values in buffers may.
+    """
     masks = {
         name: ~x.isfinite() & ((x == actual[name]) | (x.isnan() & actual[name].isnan()))
         for name, x in expected.items()

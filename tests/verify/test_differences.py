@@ -100,3 +100,12 @@ def test_a_parameter_without_entries_has_no_gradient_to_compare():
     report = autopar.verify(model, plan, inputs)
     assert report.gradient_errors.keys() == {"linear.weight", "linear.bias"}
     assert max(report.gradient_errors.values()) < 1e-12
+
+
+def test_masks_of_minus_infinity_hide_no_other_error() -> None:
+    def run(average: float) -> Run:
+        mask = torch.full((2, 2), -torch.inf).triu(1)
+        return Run((1.0,), {}, {}, {"mask": mask, "average": torch.tensor([average])})
+
+    assert compare(run(1.0), run(1.0), 2).parameter_error == 0.0
+    assert compare(run(1.0), run(1.5), 2).parameter_error == 0.5

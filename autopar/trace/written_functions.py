@@ -1,4 +1,8 @@
-"""``torch.cov`` and ``torch.corrcoef`` of a trace: torch looks at values for them, which a trace doesn't know."""
+"""Torch functions that a trace writes otherwise, of ops that do the same.
+
+For ``torch.cov`` and ``torch.corrcoef`` torch looks at values, which a trace doesn't know.  ``x.fill_diagonal_(value)``
+writes to its memory by strides, which slices on devices don't have.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-__all__ = ["written_covariances"]
+__all__ = ["written_functions"]
 
 
 @contextmanager
-def written_covariances() -> Generator[None]:
-    """Inside, they are products and sums; with weights ``torch.cov`` stays as it is."""
-    plain = torch.cov
+def written_functions() -> Generator[None]:
+    """Inside, they are written of products, sums and masks; ``torch.cov`` with weights and diagonals that wrap, or of
+    more than two dims, stay as they are.
+    """
+    plain, plain_fill = torch.cov, Tensor.fill_diagonal_
 
     def cov(
         input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
@@ -33,7 +39,13 @@ def written_covariances() -> Generator[None]:
         deviation = covariance.diagonal().sqrt()
         return (covariance / deviation[:, None] / deviation).clamp(-1, 1)
 
+    def fill_diagonal_(self: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+        if self.dim() != 2 or wrap:
+            return plain_fill(self, fill_value, wrap)
+        return self.masked_fill_(torch.ones(self.shape, dtype=torch.bool, device=self.device).tril().triu(), fill_value)
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(Tensor, "fill_diagonal_", fill_diagonal_))
         for place in (torch, Tensor):
             patches.enter_context(patch.object(place, "cov", cov))
             patches.enter_context(patch.object(place, "corrcoef", corrcoef))
