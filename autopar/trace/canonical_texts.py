@@ -31,7 +31,7 @@ def canonical_text(graph: fx.Graph, inputs: Sequence[InputSpec]) -> tuple[tuple[
             continue
         waiting.pop()
         if node.op == "placeholder":
-            read.append(targets.get(node.name, node.name))
+            read.append(targets.get(str(node.name), str(node.name)))
         operands: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda each: f"%{numbers[each]}")
         what = "" if node.op in ("placeholder", "output") else str(node.target)
         numbers[node] = len(numbers)
