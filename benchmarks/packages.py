@@ -7,6 +7,8 @@ Each model of `MODELS` whose package is there is planned for two H100s, and the 
 ``benchmarks/diffusers_and_timm.py``.  What draws random numbers, or asks for values in Python, is counted as refused.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import argparse
@@ -16,10 +18,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,7 +49,7 @@ def made(module: str, name: str, *args: Any, **options: Any) -> Any:
 class Called(nn.Module):
     """A loss of what a network returns."""
 
-    def __init__(self, loss: Callable[..., Tensor], **parts: nn.Module) -> None:
+    def __init__(self, loss: Callable[..., Tensor], /, **parts: nn.Module) -> None:
         """``loss(parts, **inputs)``."""
         super().__init__()
         self.parts, self.loss = nn.ModuleDict(parts), loss
@@ -64,7 +66,7 @@ def squared(parts: Any, **inputs: Any) -> Tensor:
         if isinstance(x, Tensor):
             yield torch.view_as_real(x) if x.is_complex() else x
         elif isinstance(x, list | tuple):
-            for part in x:
+            for part in cast("Sequence[Any]", x):
                 yield from tensors(part)
 
     found = [x for x in tensors(parts["net"](**inputs)) if x.is_floating_point()]
@@ -74,6 +76,11 @@ def squared(parts: Any, **inputs: Any) -> Tensor:
 def next_token(parts: Any, x: Tensor) -> Tensor:
     """The cross entropy of a language model's next tokens; `x` [rows, tokens]."""
     return functional.cross_entropy(parts["net"](x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+def of_logits(parts: Any, x: Tensor) -> Tensor:
+    """The mean logarithm of the sums of exponentials of logits for tokens `x` [rows, tokens]."""
+    return parts["net"](x)["logits"].logsumexp(-1).mean()
 
 
 def pairs(parts: Any, image: Tensor, text: Tensor) -> Tensor:
@@ -153,7 +160,7 @@ def esm2() -> nn.Module:
     """A small ESM-2."""
     alphabet = getattr(importlib.import_module("esm"), "Alphabet").from_architecture("ESM-1b")  # noqa: B009
     options = {"num_layers": 2, "embed_dim": WIDTH, "attention_heads": 2, "alphabet": alphabet}
-    return Called(lambda parts, x: parts["net"](x)["logits"].logsumexp(-1).mean(), net=made("esm", "ESM2", **options))
+    return Called(of_logits, net=made("esm", "ESM2", **options))
 
 
 def llama() -> nn.Module:

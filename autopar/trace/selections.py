@@ -186,9 +186,9 @@ def _select(questions: AskedValues, x: Any, index: Any) -> Selected | Tensor | N
 
 def _select_behind(questions: AskedValues, x: Any, index: Any) -> Tensor | None:
     """``x[..., mask]`` with a mask that is the same in all calls, such as one of what is off a diagonal, else None."""
-    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
+    indices: tuple[Any, ...] = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
     masks = [at for at, each in enumerate(indices) if isinstance(each, Tensor) and each.dtype == torch.bool]
-    if not isinstance(x, Tensor) or len(masks) != 1 or not questions.is_constant(indices[masks[0]]):
+    if len(masks) != 1 or not isinstance(x, Tensor) or not questions.is_constant(indices[masks[0]]):
         return None
     places = questions.answer(indices[masks[0]], are_places=True, is_size=True)
     return None if places is None else x[*indices[: masks[0]], *places.unbind(1), *indices[masks[0] + 1 :]]
