@@ -31,7 +31,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.search.constraints import spell_out
 from autopar.step.plan_check import check_fit
-from autopar.trace import Traced, frame_of_text, hidden_backwards, trace
+from autopar.trace import Traced, frame_of_text, function_gradients, hidden_backwards, trace
 
 __all__ = ["PlannedGraph", "plan_graph"]
 
@@ -69,7 +69,7 @@ def plan_graph(
     started_s = time.perf_counter()
     module = make_module(graph, values)
     inputs = [values[place] for place in graph.places("input")]
-    agree(group, lambda: _refuse_custom_functions(graph))
+    agree(group, lambda: _refuse_hidden_gradients(graph))
     result = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), session, trains=trains))
     trace_s = time.perf_counter() - started_s
     agree_equal(
@@ -95,6 +95,8 @@ def plan_graph(
     most = SearchRequest().max_microbatches if traced.program.loss else 1
     request = SearchRequest(limit, training, constraints, max_microbatches=most, stored=stored, any_batch=True)
     key = (traced.program.fingerprint, trains, stored, *options.key)
+    if options.shard:
+        session.fine_mesh(options)  # all ranks open its groups here, and none waits for another with its errors
     if key not in session.plans:
         prices = session.prices(options)
         session.plans[key] = share(group, lambda: _decide(traced.program, prices, request, options, session, trace_s))
@@ -126,7 +128,7 @@ def _constraints(options: Options, program: Program, stored: Stored, *, is_free:
 def _sharded(planned: PlannedGraph, key: tuple[Any, ...], options: Options, session: Session) -> PlannedGraph:
     """`planned`, after its whole parameters were put where its plan stores them; the plan is kept for that too."""
     program, plan = planned.traced.program, planned.plan
-    mesh = agree(session.group, lambda: session.fine_mesh(options))
+    mesh = session.fine_mesh(options)
     whole = {name: x for name, x in planned.module.named_parameters() if not isinstance(x, DTensor)}
     sizes = tuple(mesh.shape)
     layouts = dict.fromkeys(whole, (REPLICATE,) * len(sizes)) | storage_layouts(program, plan, sizes)
@@ -137,7 +139,13 @@ def _sharded(planned: PlannedGraph, key: tuple[Any, ...], options: Options, sess
     return replace(planned, stored=stored, replaced=made)
 
 
-def _refuse_custom_functions(graph: CapturedGraph) -> None:
+def _refuse_hidden_gradients(graph: CapturedGraph) -> None:
+    for stack in function_gradients(graph.code):
+        raise TraceError(
+            f"{frame_of_text(stack) or 'the model'}: a gradient by torch.func (grad, vjp, jacrev), which a traced "
+            "graph can't hold. Take torch.autograd.grad, after torch._dynamo.config.trace_autograd_ops = True, or keep "
+            "it out of the graphs with torch.compiler.disable"
+        )
     for stack in hidden_backwards(graph.code):
         raise TraceError(
             f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function in a graph inside of Dynamo's, "

@@ -109,10 +109,10 @@ class AutoparTrainerMixin:
         untyped: Any = super()
         untyped.__init__(*args, **kwargs)
         if count_ranks() > 1:
-            self.model = self.model_wrapped = self._parallelize(self.model)
             own: Any = self
-            own.callback_handler.model = self.model
             own._train_batch_size = self.args.train_batch_size
+            self.model = self.model_wrapped = self._parallelize(self.model)
+            own.callback_handler.model = self.model
 
     # --- the model
 
@@ -170,7 +170,7 @@ class AutoparTrainerMixin:
         return parallelize_over_ranks(model, self.args.device, self._example_inputs, options)
 
     def _example_inputs(self) -> dict[str, Any]:
-        """What `compute_loss` calls the model with on a whole batch of the dataset."""
+        """What `compute_loss` calls the model with on the whole first batch: that of train(), in its order."""
         own: Any = self
         dataset: Any = own.eval_dataset if own.train_dataset is None else own.train_dataset
         if hasattr(dataset, "values"):  # several to evaluate on
@@ -180,7 +180,10 @@ class AutoparTrainerMixin:
                 "the trainer has neither train_dataset nor eval_dataset, so there are no example inputs to plan with: "
                 "pass one, or parallelize_kwargs={'example_inputs': ...}"
             )
-        loader = own._get_dataloader(dataset, "Example", self.args.train_batch_size)
+        if dataset is own.train_dataset:
+            loader = own.get_train_dataloader()
+        else:
+            loader = own._get_dataloader(dataset, "Example", self.args.train_batch_size)
         first = first_batch(loader, self.args.device)
         if not isinstance(first, Mapping):
             raise TrainerError(

@@ -7,7 +7,7 @@
 from autopar.trace.any_length import check_one_graph, reading_last_entry
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
-from autopar.trace.captured_graphs import hidden_backwards, run_captured
+from autopar.trace.captured_graphs import function_gradients, hidden_backwards, run_captured
 from autopar.trace.feature_order import FEATURE_ORDER
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.grouped_products import accurate_products
@@ -44,6 +44,7 @@ __all__ = [
     "default_example_inputs",
     "dense_flex_attention",
     "frame_of_text",
+    "function_gradients",
     "hidden_backwards",
     "ignored_labels",
     "is_wrapped_number",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, fx
 
 from autopar.trace import torch_internals
 
-__all__ = ["hidden_backwards", "run_captured"]
+__all__ = ["function_gradients", "hidden_backwards", "run_captured"]
 
 _CHECKPOINT, _FUNCTION = "tag_activation_checkpoint", "autograd_function_apply"
+_ENTER_AUTOCAST, _EXIT_AUTOCAST = torch_internals.autocast_calls()
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # as the ops that are made of them: for the process's life
 
 
@@ -23,10 +25,11 @@ def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
     """Run a graph of Dynamo's node by node; what is traced meanwhile takes over source lines and module paths.
 
     What it checkpoints runs as it is: what to recompute is decided for the whole program.  A custom autograd function,
-    of which Dynamo has a graph for each direction, is one again.
+    of which Dynamo has a graph for each direction, is one again, and so is a region of autocast: what torch has for
+    these in a graph changes no dtype while a graph is traced.
     """
-    with fx.traceback.preserve_node_meta():
-        return _Runner(module, garbage_collect_values=False).run(*args)
+    with fx.traceback.preserve_node_meta(), ExitStack() as regions:
+        return _Runner(module, regions).run(*args)
 
 
 def hidden_backwards(module: fx.GraphModule) -> list[str]:
@@ -43,8 +46,27 @@ def hidden_backwards(module: fx.GraphModule) -> list[str]:
     ]
 
 
+def function_gradients(module: fx.GraphModule) -> list[str]:
+    """The stack traces of gradients by ``torch.func`` (grad, vjp, jacrev) in one of Dynamo's graphs.
+
+    They can't be traced, and an error on the way would leave torch inside of them.
+    """
+    graphs = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [
+        str(node.meta.get("stack_trace") or "")
+        for graph in graphs
+        for node in graph.graph.nodes
+        if getattr(node.target, "__name__", "") == "_grad_increment_nesting"
+    ]
+
+
 class _Runner(fx.Interpreter):
     """Runs the bodies of checkpointed regions in place; numbers may stand in for tensors that hold them."""
+
+    def __init__(self, module: fx.GraphModule, regions: ExitStack) -> None:
+        """`regions` ends those of autocast that an error leaves open."""
+        super().__init__(module, garbage_collect_values=False)
+        self._regions = regions
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target == "item" and isinstance(args[0], int | float):
@@ -54,7 +76,15 @@ class _Runner(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _name(target) == _CHECKPOINT:
             body, *operands = args
-            return _Runner(body, garbage_collect_values=False).run(*operands)
+            return _Runner(body, self._regions).run(*operands)
+        if target is _ENTER_AUTOCAST:
+            device_type, dtype, enabled, cache = args
+            region = torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+            opened = self._regions.enter_context(ExitStack())
+            opened.enter_context(region)
+            return opened
+        if target is _EXIT_AUTOCAST:
+            return args[0].close()
         if _name(target) == _FUNCTION:
             ahead, back, *operands = args
             function: Any = _function_of(ahead, back, kwargs)

@@ -42,6 +42,7 @@ __all__ = [
     "DispatchMode",
     "argument_names",
     "argument_source",
+    "autocast_calls",
     "autocast_kernels",
     "below_autocast",
     "below_autograd",
@@ -182,6 +183,12 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutocastCPU")
         yield
+
+
+def autocast_calls() -> tuple[Any, Any]:
+    """The functions that begin and end a region of autocast in Dynamo's graphs."""
+    module: Any = torch.amp.autocast_mode
+    return module._enter_autocast, module._exit_autocast
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:

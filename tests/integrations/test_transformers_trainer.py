@@ -221,6 +221,26 @@ def test_the_plan_is_for_what_a_compute_loss_calls_the_model_with(tmp_path: Path
     assert "output_hidden_states" not in plain
 
 
+def test_the_plan_is_for_the_first_batch_of_training(tmp_path: Path) -> None:
+    """Rows come in another order than in the dataset, and batches of other rows may have another length."""
+    mixin = optional("autopar.integrations.transformers", "transformers[torch]").AutoparTrainerMixin
+    transformers = optional("transformers", "transformers[torch]")
+
+    class Remembers(mixin, transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **kwargs: Any) -> Any:
+            seen.append(inputs["input_ids"])
+            untyped: Any = super()
+            return untyped.compute_loss(model, inputs, *rest, **kwargs)
+
+    seen: list[torch.Tensor] = []
+    kind: Any = Remembers
+    made = trainer(kind, tmp_path, max_steps=1)
+    planned = made._example_inputs()["input_ids"]
+    seen.clear()
+    made.train()
+    assert torch.equal(planned, seen[0])
+
+
 def test_batches_that_are_lists_are_refused_by_name(tmp_path: Path) -> None:
     mixin = optional("autopar.integrations.transformers", "transformers[torch]").AutoparTrainerMixin
     transformers = optional("transformers", "transformers[torch]")

@@ -278,7 +278,8 @@ class _Outputs(torch.autograd.Function):
             raise AutoparError(
                 "create_graph=True asks for gradients of a parallel model that have gradients themselves, which they "
                 "don't have. Take torch.autograd.grad(..., create_graph=True) in the forward of a module around the "
-                "model, let it return the loss, penalty included, and parallelize that module"
+                "model, let it return the loss, penalty included, and parallelize that module; with torch.compile, "
+                "compile a function that does so, after torch._dynamo.config.trace_autograd_ops = True"
             )
         ctx.incoming[:] = gradients
         return None, None, torch.zeros(())
