@@ -382,12 +382,23 @@ def takes_device(function: Any) -> bool:
 
 
 def written_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an op's arguments that it writes to."""
-    arguments: list[Any] = []
-    for index, argument in enumerate(function._schema.arguments):
+    """The tensors among the arguments of an op, or of ``torch.ops.library.name``, that it writes to; none of functions
+    that are no ops.
+    """
+    untyped: Any = torch
+    is_packet = isinstance(function, untyped._ops.OpOverloadPacket)
+    ops: list[Any] = [getattr(function, name) for name in function.overloads()] if is_packet else [function]
+    values: list[Any] = []
+    for argument, index in ((each, i) for op in ops for i, each in enumerate(_arguments_of(op))):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            arguments += leaves_of(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [x for x in arguments if isinstance(x, Tensor)]
+            is_placed = index < len(args) and not argument.kwarg_only
+            values += leaves_of(args[index] if is_placed else kwargs.get(argument.name))
+    return [x for x in dict.fromkeys(values) if isinstance(x, Tensor)]
+
+
+def _arguments_of(op: Any) -> Sequence[Any]:
+    schema = getattr(op, "_schema", None)
+    return () if schema is None else schema.arguments
 
 
 @contextmanager

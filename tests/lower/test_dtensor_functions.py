@@ -56,6 +56,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "histogram": lambda p, x: torch.histc(p.detach(), 4),
     "out": lambda p, x: torch.mul(p.detach(), 2, out=torch.empty_like(x)),
     "gradient in anomaly detection": lambda p, x: looked_at(p),
+    "gradient that a hook masks": lambda p, x: (p.register_hook(lambda g, keep=x > 0: g * keep), p * x)[1],
 }
 """Of a parameter and a plain tensor of its shape."""
 
@@ -105,6 +106,7 @@ WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropped": lambda p, x: p.copy_(functional.dropout(p, 0.5)),
     "each": lambda p, x: torch._foreach_lerp_([p, p.data[:2]], [x, x[:2]], 0.5),
     "out": lambda p, x: torch.mul(x, 2, out=p.data),
+    "operator of a package": lambda p, x: torch.ops.autopar_tests.lerp_into(x, y=p.data, weight=0.5),
     "fused SGD": lambda p, x: torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True).step(),
     "fused Adagrad": lambda p, x: torch.optim.Adagrad([p], lr=0.1, fused=True).step(),
 }
@@ -127,6 +129,11 @@ INITIALIZES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 """Of a parameter that requires a gradient, with gradients enabled."""
 LAYOUTS = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()]}
+
+
+@torch.library.custom_op("autopar_tests::lerp_into", mutates_args=("y",))
+def lerp_into(x: Tensor, y: Tensor, weight: float) -> None:
+    y.lerp_(x, weight)
 
 
 def looked_at(p: Tensor) -> Any:
@@ -182,6 +189,7 @@ def found_by_reading(read: Callable[[Any, Tensor], Any], p: Any, x: Tensor) -> l
         made = [float(word) for word in made.split()]
     if isinstance(made, Tensor) and made.requires_grad:
         made.square().sum().backward()
+    assert p.grad is None or type(p.grad) is type(p.data)
     return [whole(y) for y in (made, p.grad, x.grad)]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
@@ -135,6 +136,7 @@ class Normalized(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        assert all(p.to_local().numel() for p in trained if isinstance(p, DTensor))  # as some look into these
         norm = torch.stack([p.grad.square().sum() for p in trained]).sum().sqrt()
         for p in trained:
             p.sub_(0.1 * p.grad / norm)
@@ -159,6 +161,31 @@ def trained_by(kind: Any, prepare: Any) -> list[float]:
 def lamb(prepare: Any) -> list[float]:
     """Each parameter by itself, but whole."""
     return trained_by(Lamb, prepare)
+
+
+class Flagged(Lamb):
+    """Notes in a parameter's state how it is treated, from the second step on."""
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        made = super().direction(p, grad, state)
+        state["is_matrix"] = p.dim() == 2
+        return made
+
+
+def flagged(prepare: Any) -> list[float]:
+    return trained_by(Flagged, prepare)
+
+
+def centered(prepare: Any) -> list[float]:
+    """Hooks that read whole gradients, which run on every rank in one order."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        hooked = [p for p in parameters if p.dim() > 1]
+        for p in hooked:
+            p.register_hook(lambda gradient: gradient - gradient.mean(dim=1, keepdim=True))
+        return torch.optim.SGD(hooked, lr=0.1)
+
+    return trained_by(make, prepare)
 
 
 def unfrozen(prepare: Any) -> list[float]:
@@ -227,7 +254,7 @@ def check_one_rank() -> None:
         call()
 
 
-LOOPS = (lbfgs, normalized, lamb, unfrozen)
+LOOPS = (lbfgs, normalized, lamb, flagged, centered, unfrozen)
 
 
 def test_parts_of_a_model() -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from autopar.lower.compat import (
     local_tensor,
     map_leaves,
     native_functions,
+    written_arguments,
 )
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
 from autopar.lower.parameters.dtensor_writes import (
@@ -44,12 +46,14 @@ from autopar.lower.parameters.dtensor_writes import (
     set_data,
     set_grad,
     write,
+    write_arguments,
     write_out,
 )
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
 from autopar.lower.parameters.known_meshes import (
     has_local_inputs,
     is_known,
+    laid_as,
     read_whole,
     set_apart,
     share_largest,
@@ -67,7 +71,7 @@ _tensor: Any = Tensor
 _torch: Any = torch
 _FACTS = QUESTIONS | {
     _tensor.grad.__get__, _tensor.requires_grad.__set__, _tensor.is_leaf.__get__, _tensor.grad_fn.__get__,
-    _tensor.requires_grad_, _tensor.is_contiguous, _tensor.register_hook, _tensor.__hash__, _tensor.__repr__,
+    _tensor.requires_grad_, _tensor.is_contiguous, _tensor.__hash__, _tensor.__repr__,
     _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad, _tensor.data_ptr,
 }  # fmt: skip
 """Functions that read or set properties that a slice shares with its whole; optimizers call these most often."""
@@ -155,9 +159,17 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return draw_in_place(call) if draws_in_place(call) else write(call)
     if kwargs.get("out") is not None:
         return write_out(call)
+    written = {id(x) for x in written_arguments(function, args, kwargs)}
+    if written:
+        return write_arguments(call, [x for x in known if id(x) in written])
+    return _compute(call)
+
+
+def _compute(call: FunctionCall) -> Any:
+    """A function that changes none of its arguments."""
     if draws_like(call):
         return draw_like(call)
-    if any(stages_of(x) is not None for x in known):
+    if any(stages_of(x) is not None for x in call.known):
         return _on_stages(call)
     is_whole = call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed())
     return _on_whole(call) if is_whole else _natively(call)
@@ -288,6 +300,20 @@ def _unscale(call: FunctionCall) -> Any:
     return result
 
 
+def _register_hook(call: FunctionCall) -> Any:
+    """What a hook gives in place of a gradient, which may be a whole tensor, takes the gradient's layout."""
+    x, hook = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs["hook"]
+
+    @wraps(hook)
+    def laid(gradient: Tensor) -> Tensor | None:
+        given = hook(gradient)
+        if isinstance(given, Tensor) and isinstance(gradient, DTensor) and given.shape == gradient.shape:
+            return laid_as(given, gradient)
+        return given
+
+    return call.function(x, laid)
+
+
 def _on_parts(call: FunctionCall) -> None:
     """What changes tensors that are laid out alike, element by element: each rank does it to its parts of them."""
     note_write()
@@ -302,6 +328,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.__deepcopy__: copy_deeply,
     _tensor.new_empty: _new_empty,
     _tensor.backward: _backward,
+    _tensor.register_hook: _register_hook,
     _torch.autograd.grad: _gradients,
     _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _torch._fused_sgd_: _on_parts,

@@ -18,7 +18,10 @@ from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placem
 from autopar.lower.parameters.other_stages import are_across_stages
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
 
-__all__ = ["copy_deeply", "is_across_stages", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_out"]
+__all__ = [
+    "copy_deeply", "is_across_stages", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_arguments",
+    "write_out",
+]  # fmt: skip
 
 _AUGMENTED = frozenset({
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
@@ -162,6 +165,20 @@ def _write_each(call: FunctionCall) -> None:
 def _local(x: Any, target: DTensor) -> Any:
     """An operand of `target`, laid out as that is or a number, for this rank's part of it."""
     return local_tensor(x) if isinstance(x, DTensor) and (x is target or x.dim()) else plain(x)
+
+
+def write_arguments(call: FunctionCall, written: Iterable[DTensor]) -> Any:
+    """Call an operator on whole tensors, and keep this rank's parts of those that it writes to, which are `written`.
+
+    torch's DTensor has no rule for the operators of packages, such as the optimizer kernels of bitsandbytes.
+    """
+    with torch.no_grad():
+        wholes = {id(x): read_whole(x).clone() for x in written}
+        result = call.with_leaves(lambda x: wholes[id(x)] if id(x) in wholes else plain(x))
+        for x in written:
+            local_tensor(x).copy_(local_tensor(laid_as(wholes[id(x)], x)))
+            write_through(x)
+    return result
 
 
 def write_out(call: FunctionCall) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,10 @@ from autopar.lower.parameters.full_state import SAVE_INSTEAD
 from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole, stage_state, stages_of
 from autopar.lower.parameters.other_stages import is_elsewhere
 
-__all__ = ["drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "refuse_file", "whole_optimizer_state"]
+__all__ = [
+    "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "refuse_file", "whole_optimizer_state",
+    "wraps_another",
+]  # fmt: skip
 
 # The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
 _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -53,6 +56,17 @@ def whole_optimizer_state(optimizer: Optimizer, given: dict[str, Any], *, keeps:
     return {"state": own, **rest}
 
 
+def wraps_another(optimizer: Optimizer) -> bool:
+    """Whether it makes its steps by another optimizer, as Lookahead and SAM do.
+
+    That one's steps are watched as well, and functions of parameters outside of them are those of one device.
+    """
+    own = [x for name, x in vars(optimizer).items() if name not in ("state", "param_groups")]
+    inside = [y for x in own if isinstance(x, dict) for y in cast("dict[Any, Any]", x).values()]
+    inside += [y for x in own if isinstance(x, list | tuple) for y in cast("list[Any]", x)]
+    return any(isinstance(x, Optimizer) for x in (*own, *inside))
+
+
 def fit_loaded_state(optimizer: Optimizer) -> None:
     """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has loaded for sharded parameters.
 
@@ -61,15 +75,7 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
     """
     if _FITTED.get(optimizer) is optimizer.param_groups:
         return
-    for group in optimizer.param_groups:
-        # torch adds "differentiable" to the defaults when it loads a state, also of optimizers without such a setting.
-        if missing := [name for name in optimizer.defaults if name not in group and name != "differentiable"]:
-            raise OptimizerError(
-                f"the loaded state of {type(optimizer).__name__} has no {', '.join(missing)} for "
-                f"{len(group['params'])} parameters: it was saved of other groups of parameters. Save and load with "
-                "the option StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
-                "set_optimizer_state_dict (docs/checkpoints.md)"
-            )
+    _check_settings(optimizer)
     _FITTED[optimizer] = optimizer.param_groups
     known = [(p, own) for p, own in optimizer.state.items() if isinstance(p, DTensor) and is_known(p)]
     # Of a parameter that is a number, an average is one too, and so is a count of steps, which stays a plain tensor.
@@ -78,6 +84,20 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
         for name, x in own.items():
             if type(x) is Tensor and _is_like(x, parameter) and name in by_element:
                 own[name] = laid_as(x, parameter)
+
+
+def _check_settings(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        # torch adds "differentiable" to the defaults when it loads a state, also of optimizers without such a setting.
+        missing = [name for name in optimizer.defaults if name not in group and name != "differentiable"]
+        is_own = any(isinstance(p, DTensor) for p in group["params"]) and not wraps_another(optimizer)
+        if missing and is_own:
+            raise OptimizerError(
+                f"the loaded state of {type(optimizer).__name__} has no {', '.join(missing)} for "
+                f"{len(group['params'])} parameters: it was saved of other groups of parameters. Save and load with "
+                "the option StateDictOptions(flatten_optimizer_state_dict=True) of get_optimizer_state_dict and "
+                "set_optimizer_state_dict (docs/checkpoints.md)"
+            )
 
 
 def own_optimizer_state(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:

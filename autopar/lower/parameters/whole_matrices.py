@@ -31,7 +31,7 @@ from autopar.lower.parameters.dtensor_functions import begin_step, end_step
 from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.known_meshes import note_step, read_whole, stages_of
-from autopar.lower.parameters.optimizer_state import fit_loaded_state
+from autopar.lower.parameters.optimizer_state import fit_loaded_state, wraps_another
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
@@ -48,6 +48,7 @@ _BY_MASKS = frozenset({"Rprop"})  # ``sign[sign.gt(0)] = ...``, which torch's DT
 _FUSED_WITHOUT_RULE = frozenset({"SGD", "Adagrad"})  # torch's DTensor knows the fused kernels of Adam and AdamW
 _TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
 _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
+_TRIAL_RATE = 1e-3  # at least: a schedule often begins at zero, where steps show nothing of how they are made
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             begin_step(_parameters_of(optimizer), is_native=_has_rules(optimizer))
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
-    if _has_another(optimizer):
-        return
+    if wraps_another(optimizer):
+        return  # a trial of it would make steps of the inner one, on the user's own parameters
     every = _parameters_of(optimizer)
     if not any(isinstance(p, DTensor) for p in every):
         return  # without a look at each module's parameters: trials make dozens of such steps
@@ -165,18 +166,6 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _SWAPS[optimizer] = swaps
     if not is_joint:
         begin_step(every, is_native=False)
-
-
-def _has_another(optimizer: Optimizer) -> bool:
-    """Whether it makes its steps by another optimizer, as Lookahead and SAM do.
-
-    That one's steps are watched as well, and functions of parameters outside of them are those of one device.  A trial
-    of the outer one would make steps of the inner one, on the user's own parameters.
-    """
-    own = [x for name, x in vars(optimizer).items() if name not in ("state", "param_groups")]
-    inside = [y for x in own if isinstance(x, dict) for y in cast("dict[Any, Any]", x).values()]
-    inside += [y for x in own if isinstance(x, list | tuple) for y in cast("list[Any]", x)]
-    return any(isinstance(x, Optimizer) for x in (*own, *inside))
 
 
 def _note(optimizer: Optimizer) -> None:
@@ -217,12 +206,13 @@ def _find_swaps(optimizer: Optimizer, *, has_closure: bool, is_joint: bool) -> l
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             slices = shared.get(id(parameter))
-            if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
-                continue
-            if is_elsewhere(parameter) and not is_joint:
+            if slices is None or parameter.grad is None or (is_elsewhere(parameter) and not is_joint):
                 continue
             if has_closure and is_known_dtensor(parameter):
                 continue  # it runs the model on its own parameters: functions of these are right, only slower
+            # In a step of all stages each parameter is whole: optimizers look into DTensors, some of which are empty.
+            if not is_joint and _works_on(optimizer, group, parameter, slices.dims):
+                continue
             if has_closure:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
@@ -273,7 +263,11 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) ->
     ``step``: these would run on the original.
     """
     kind, settings = type(optimizer), copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    rate = settings.get("lr")
+    if isinstance(rate, int | float | Tensor):
+        settings["lr"] = rate.clamp(min=_TRIAL_RATE) if isinstance(rate, Tensor) else max(rate, _TRIAL_RATE)
     own = {name: x for name, x in vars(optimizer).items() if not (callable(x) and callable(getattr(kind, name, None)))}
+    own = {name: x for name, x in own.items() if name not in ("state", "param_groups")}
     own |= {name: OrderedDict[Any, Any]() for name in own if name.endswith("_hooks")}
     own |= {name: copy.deepcopy(x) for name, x in own.items() if type(x) is Tensor or has_only_values(x)}  # counters
 
@@ -337,21 +331,20 @@ def _takes_dtensors(make: Callable[[nn.Parameter], Optimizer], like: Tensor, par
     """Whether an optimizer that can make a step on a tensor like `like` alone can on a DTensor of the same shape."""
     if not isinstance(parameter, DTensor):
         return True
-    mesh, ones = parameter.device_mesh, torch.ones_like(like, dtype=parameter.dtype)
+    mesh, generator = parameter.device_mesh, torch.Generator().manual_seed(0)
+    draws = [torch.randn(like.shape, generator=generator).to(like.device, parameter.dtype) for _ in range(_TRIAL_STEPS)]
+    start = draws[0] * 0.01  # small, so that steps change more than its last bits
 
-    def is_taken(wrap: Callable[[Tensor], Tensor]) -> bool:
-        trained = nn.Parameter(wrap(ones.clone()))
-        trained.grad = wrap(ones.clone())
+    def trained(wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
         try:
-            make(trained).step()
+            with generators_kept(like.device):
+                return local_part_of(_train(make, map(wrap, [start, *draws]))[0])
         except Exception:  # noqa: BLE001  (a foreign optimizer, which may also require a closure)
-            return False
-        return True
+            return None
 
-    with generators_kept(like.device):
-        return not is_taken(lambda x: x) or is_taken(
-            lambda x: make_dtensor(x, mesh, (REPLICATE,) * mesh.ndim, like.shape)
-        )
+    alone = trained(lambda x: x)
+    made = trained(lambda x: make_dtensor(x.clone(), mesh, (REPLICATE,) * mesh.ndim, like.shape))
+    return alone is None or (made is not None and _are_close(made, alone, start, 1e-3))
 
 
 def works_on_slices(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dims: Iterable[int]) -> bool:
@@ -379,7 +372,12 @@ def _agrees(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim: int, t
     draws = [draw * ramp * 2.0**number for number, draw in enumerate(draws)]  # slices and steps of other sizes
     (whole,) = _train(make, draws)
     parts = [_train(make, halves)[0] for halves in zip(*(draw.chunk(2, dim) for draw in draws), strict=True)]
-    return bool((torch.cat(parts, dim) - whole).abs().max() <= tolerance * (whole - draws[0]).abs().max())
+    return bool((whole != draws[0]).any()) and _are_close(torch.cat(parts, dim), whole, draws[0], tolerance)
+
+
+def _are_close(x: Tensor, expected: Tensor, start: Tensor, tolerance: float) -> bool:
+    """Whether `x` differs from what was expected by less than this part of the way from where both began."""
+    return bool((x - expected).abs().max() <= tolerance * (expected - start).abs().max())
 
 
 def _train(make: Callable[..., Optimizer], *draws: Iterable[Tensor]) -> list[Tensor]:

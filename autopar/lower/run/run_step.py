@@ -128,8 +128,17 @@ def _run_with_tail(step: StepRunner) -> dict[str, Tensor]:
 
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:
-    """What the caller may want a gradient of, by name: inputs of the program and parameters."""
-    return {**step.values.differentiable_inputs, **step.trained, **step.trained_elsewhere}
+    """What the caller may want a gradient of, by name: inputs of the program and parameters.
+
+    With stages, parameters are in one order on all ranks: hooks on them run in it, and may read whole gradients.
+    """
+    parameters = {**step.trained, **step.trained_elsewhere}
+    if step.executor.stages.is_pipeline:
+        store = step.executor.store
+        places = {name: place for place, name in enumerate(store.stored)}
+        order = sorted(parameters, key=lambda name: places[store.first_name.get(name, name)])
+        parameters = {name: parameters[name] for name in order}
+    return {**step.values.differentiable_inputs, **parameters}
 
 
 def _with_others(step: StepRunner, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
