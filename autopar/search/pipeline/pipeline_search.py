@@ -128,19 +128,7 @@ class PipelineSearch:
         def other_counts(groups: int, count: int, *, fewer_first: bool = False) -> int:
             """The fastest number of microbatches on a way up, and down, from this one."""
             own = counts[groups]
-            at = own.index(count)
-
-            def attempt_count(other: int) -> float:
-                before = {count: seconds for (of_groups, count), seconds in tried.items() if of_groups == groups}
-                is_hopeless = other not in before and self._lies_behind(groups, other, before)
-                return _RULED_OUT_S if is_hopeless else attempt(groups, other)
-
-            for way in sorted((own[at:], own[at::-1]), key=lambda way: (way[-1] < count) != fewer_first):
-                # With fewer, device groups idle longer, and those that do not fit need no less memory.
-                if way[-1] >= count or (
-                    (groups, count) not in self._too_slow and math.isfinite(attempt(groups, count))
-                ):
-                    _walk(way, attempt_count)
+            self._walk_counts(groups, count, own, tried, attempt, fewer_first=fewer_first)
             # Where nothing fits, the most microbatches say how many to try with other numbers of groups: what is ruled
             # out, as too slow, does not.
             known = (other for other in own if (groups, other) in tried)
@@ -168,6 +156,29 @@ class PipelineSearch:
         if best[0] != groups and tried[best] < self._enough_s:
             # Fewer groups idle less at as many microbatches each, so fewer microbatches are tried before more.
             other_counts(*best, fewer_first=best[0] < groups)
+
+    def _walk_counts(
+        self,
+        groups: int,
+        count: int,
+        counts: list[int],
+        tried: Mapping[tuple[int, int], float],
+        attempt: Callable[[int, int], float],
+        *,
+        fewer_first: bool,
+    ) -> None:
+        """From so many microbatches to more, and to fewer, but for those behind a number that is slower."""
+
+        def attempt_count(other: int) -> float:
+            before = {count: seconds for (of_groups, count), seconds in tried.items() if of_groups == groups}
+            is_hopeless = other not in before and self._lies_behind(groups, other, before)
+            return _RULED_OUT_S if is_hopeless else attempt(groups, other)
+
+        at = counts.index(count)
+        for has_fewer in (fewer_first, not fewer_first):
+            # With fewer, device groups idle longer, and those that do not fit need no less memory.
+            if not has_fewer or ((groups, count) not in self._too_slow and math.isfinite(attempt_count(count))):
+                _walk(counts[at::-1] if has_fewer else counts[at:], attempt_count)
 
     def _try_few_meshes(self, results: PipelineResults, groups: int, count: int) -> float:
         """As `_try`; once a pipeline is known that is fast enough, with the meshes of its usual layers, and those that
