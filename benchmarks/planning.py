@@ -58,7 +58,9 @@ CASES = {
     ),
     "8b-64-again": Case(
         32, 4096, 14336, 32, 8, 128256, 8, 64, 8192,
-        again=("pipeline=1", "zero=3", "data=8", "tensor=8", "pipeline=2", "recompute=full"),
+        again=(
+            "tensor=8", "pipeline=2", "pipeline=1", "data=8", "zero=3", "recompute=full", "schedule=zbv", "pipeline=4"
+        ),
     ),
     "405b-16384-again": Case(
         126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192, again=("pipeline=1", "zero=0", "pipeline=16")

@@ -252,6 +252,34 @@ def test_numbers_that_are_slow_with_logits_in_pieces_are_no_reason_to_try_no_oth
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
+        # More on 4 groups are faster, so fewer there are not; fewer on 2 groups are, so more there are not.
+        (
+            {(4, 8): 5.0, (4, 16): 4.0, (4, 32): 4.5, (2, 8): 3.0, (2, 4): 2.9, (2, 2): 3.5},
+            [(4, 8), (4, 16), (4, 32), (2, 8), (2, 4), (2, 2)],
+        ),
+        ({(4, 8): 4.0, (2, 4): 3.0, (2, 8): 2.5}, [(4, 8), (4, 16), (4, 4), (2, 4), (2, 2), (2, 8), (2, 16)]),
+    ],
+)
+def test_a_walk_leaves_out_numbers_of_microbatches_behind_a_slower_one(
+    seconds: dict[tuple[int, int], float], expected: list[tuple[int, int]]
+) -> None:
+    own, request, nothing = program(), SearchRequest(schedules=schedule_actions), parse_constraints((), 8)
+    context = SearchContext(own, 8, prices(), request, nothing, demands_on(own, nothing))
+    demands = pipeline_demands(nothing, own, 8, is_training=True)
+    tried: list[tuple[int, int]] = []
+
+    def attempt(groups: int, count: int) -> float:
+        tried.append((groups, count))
+        return seconds.get((groups, count), 9.0)
+
+    pipelines = PipelineSearch(context, schedule_actions, demands, math.inf)
+    pipelines._walk_to_best({2: [2, 4, 8, 16], 4: [4, 8, 16, 32]}, attempt)
+    assert tried == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
         ({2: 3.0, 4: 2.0, 8: 2.5, 16: 3.0}, [2, 4, 8]),
         ({2: 3.0, 4: 2.0, 8: 1.5, 16: 1.6}, [2, 4, 8, 16]),
         ({2: 1e9, 4: 1e9, 8: 3.0, 16: 2.0}, [2, 4, 8, 16]),  # with few, groups idle too long: that says nothing of more

@@ -237,6 +237,20 @@ def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(
             assert max(relaxed_bounds(own, shape, actions, hoped * best_s)) <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("shape", [Shape("interleaved_1f1b", 4, 8, 8), Shape("interleaved_1f1b", 4, 16, 8)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_limit_makes_a_bound_no_lower(shape: Shape, seed: int) -> None:
+    """Up to what a search for prices of memory leaves open."""
+    tables = make_tables(seed, 16, 6, shape.num_microbatches)
+    actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    endless_s = max(relaxed_bounds(tables, shape, actions, 1e9))
+    least_bytes = sum(float(each.static_bytes.min() + 4 * each.saved_bytes.min()) for each in tables.layers) / 4
+    limited_s = max(relaxed_bounds(replace(tables, limit_bytes=3 * least_bytes), shape, actions, 2 * endless_s))
+    tight_s = max(relaxed_bounds(replace(tables, limit_bytes=2 * least_bytes), shape, actions, 2 * endless_s))
+    assert 0.99 * endless_s <= limited_s <= 1.01 * tight_s
+    assert tight_s >= 1.05 * endless_s
+
+
 @pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "dualpipev"])
 def test_of_equal_layers_the_relaxed_pipeline_is_nearly_the_best(schedule: str) -> None:
     """As many layers as stages can share evenly, which need no more than the fill and drain of the schedule."""

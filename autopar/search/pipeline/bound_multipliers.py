@@ -73,13 +73,13 @@ class MultiplierSearch:
         target_s = self.possible_s - self.fixed_s
         limits = np.concatenate([np.full(count, target_s), np.ones(with_memory - count)])
         gains = pack(np.stack(self._paths, axis=1), limits)[1]
-        chains, memory = gains[:count], gains[count:]
-        if chains.sum() > 0:
-            possible_s = self.fixed_s + float((1 - memory.sum()) / chains.sum())
-            self.possible_s = min(self.possible_s, max(self.best_s, possible_s * (1 - _NEARLY)))
+        # A mix of known paths has a sum of so much: divided by it, a mix of 1 takes as much less on each chain.
+        mix = float(gains @ limits)
+        possible_s = self.fixed_s + target_s / mix
+        self.possible_s = min(self.possible_s, max(self.best_s, possible_s * (1 - _NEARLY)))
         # Both are scaled, as what few paths leave may be worth nothing for any chain.
         known = np.concatenate(self.best)[:with_memory] / (target_s + float(self.best[1].sum()))
-        mixed = _KEPT * known + (1 - _KEPT) * gains / float(gains @ limits)
+        mixed = _KEPT * known + (1 - _KEPT) * gains / mix
         memory_s = np.zeros(len(self.best[1]))
         memory_s[: with_memory - count] = mixed[count:]
         total = mixed[:count].sum()

@@ -76,8 +76,7 @@ class PipelineSearch:
                 tried: dict[int, float] = {}
                 # The most promising first: what it finds, and what its layers take, rule others out.
                 for count in sorted(own, key=lambda count: self._rank(groups, count)):
-                    idle = {other: self._idle_share(groups, other) for other in tried}
-                    if not _lies_behind(count, tried, idle):
+                    if not self._lies_behind(groups, count, tried):
                         tried[count] = self._try(results, groups, count)
                 # One device group after the other is faster only for programs so small that launches take longer than
                 # computing; of all others the compute of their layers rules it out.
@@ -97,6 +96,10 @@ class PipelineSearch:
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
         """The most promising first, but the least first where demands have yet to be met."""
         return (abs(math.log2(count / (FIRST_MICROBATCHES * groups))) if self.context.settled else 0.0), count
+
+    def _lies_behind(self, groups: int, count: int, tried: Mapping[int, float]) -> bool:
+        """`_lies_behind` of so many device groups, of which these numbers of microbatches were tried."""
+        return _lies_behind(count, tried, {other: self._idle_share(groups, other) for other in tried})
 
     def _idle_share(self, groups: int, count: int) -> float:
         """The part of a step in which so many device groups idle at least, if stages are equal; 0 where backwards that
@@ -122,14 +125,10 @@ class PipelineSearch:
                 tried[groups, count] = search(groups, count)
             return tried.get((groups, count), np.inf)
 
-        def other_counts(groups: int, count: int) -> int:
+        def other_counts(groups: int, count: int, *, fewer_first: bool = False) -> int:
             """The fastest number of microbatches on a way up, and down, from this one."""
             own = counts[groups]
-            at = own.index(count)
-            _walk(own[at:], lambda other: attempt(groups, other))
-            # With fewer, device groups idle longer, and those that do not fit need no less memory.
-            if (groups, count) not in self._too_slow and math.isfinite(attempt(groups, count)):
-                _walk(own[at::-1], lambda other: attempt(groups, other))
+            self._walk_counts(groups, count, own, tried, attempt, fewer_first=fewer_first)
             # Where nothing fits, the most microbatches say how many to try with other numbers of groups: what is ruled
             # out, as too slow, does not.
             known = (other for other in own if (groups, other) in tried)
@@ -155,7 +154,31 @@ class PipelineSearch:
         _walk(ordered[at::-1], lambda other: attempt(other, near[other]))
         best = min(tried, key=lambda pair: tried[pair])
         if best[0] != groups and tried[best] < self._enough_s:
-            other_counts(*best)
+            # Fewer groups idle less at as many microbatches each, so fewer microbatches are tried before more.
+            other_counts(*best, fewer_first=best[0] < groups)
+
+    def _walk_counts(
+        self,
+        groups: int,
+        count: int,
+        counts: list[int],
+        tried: Mapping[tuple[int, int], float],
+        attempt: Callable[[int, int], float],
+        *,
+        fewer_first: bool,
+    ) -> None:
+        """From so many microbatches to more, and to fewer, but for those behind a number that is slower."""
+
+        def attempt_count(other: int) -> float:
+            before = {count: seconds for (of_groups, count), seconds in tried.items() if of_groups == groups}
+            is_hopeless = other not in before and self._lies_behind(groups, other, before)
+            return _RULED_OUT_S if is_hopeless else attempt(groups, other)
+
+        at = counts.index(count)
+        for has_fewer in (fewer_first, not fewer_first):
+            # With fewer, device groups idle longer, and those that do not fit need no less memory.
+            if not has_fewer or ((groups, count) not in self._too_slow and math.isfinite(attempt_count(count))):
+                _walk(counts[at::-1] if has_fewer else counts[at:], attempt_count)
 
     def _try_few_meshes(self, results: PipelineResults, groups: int, count: int) -> float:
         """As `_try`; once a pipeline is known that is fast enough, with the meshes of its usual layers, and those that

@@ -75,6 +75,9 @@ def relaxed_bounds(
     problem = _Problem.of(tables, shape, actions, _most_layers(tables, shape, enough_s), cuts)
     search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
     search.improves(problem.first(enough_s))
+    # Where all layers are not like one, prices of memory by that one may be far too high.
+    if search.is_open and math.isfinite(tables.limit_bytes):
+        search.improves(problem.first(enough_s, limited=False))
     yield search.best_s
     # Shares for about the seconds that can be had.
     if search.is_open and search.improves(problem.first(search.best_s)):
@@ -192,8 +195,9 @@ class _Problem:
         """By stage, the shares of the chains whose group is that of the stage; `groups` has one for each chain."""
         return np.bincount(groups, shares, self.shape.num_groups).astype(np.float64)[self.owner]
 
-    def first(self, step_s: float) -> tuple[Array, Array]:
-        """Shares and seconds for memory that are the best if all layers are like the most frequent one.
+    def first(self, step_s: float, *, limited: bool = True) -> tuple[Array, Array]:
+        """Shares and seconds for memory that are the best if all layers are like the most frequent one, or without a
+        limit of memory.
 
         How many of its candidates can be run in so many seconds, by stage, is a linear program; what each limit is
         worth is what is sought.
@@ -206,7 +210,7 @@ class _Problem:
         fixed_s, fixed_once_s, fixed_bytes = self._fixed_layers()
         limits = step_s - tables.broadcast_s - np.einsum("psk,sk->p", self.counts[:, [0, -1]], fixed_s)
         limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
-        if math.isfinite(tables.limit_bytes):
+        if limited and math.isfinite(tables.limit_bytes):
             shares = self.classes[id(self._most_frequent())].transient_shares
             group_bytes = (
                 static
