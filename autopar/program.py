@@ -321,13 +321,13 @@ class Program:
         fingerprint: identifies model structure and input shapes; plans refer to it.
         training: whether the model was traced in training mode.
         late: outputs that no layer computes; they are computed when the caller reads them.
-        piece_tokens: for how many tokens logits are computed at a time; 0: for all (`autopar.step.logits`).
+        piece_tokens: for how many tokens logits are computed at a time; 0: for all (`autopar.step.variants.logits`).
         carried: the entries of `inputs` and `outputs` that are passed from call to call (keys and values of tokens);
             devices keep their parts of them between calls.
         tail: the ops that run after all layers, once a step, whole on every device: they read sums over the whole
-            batch (`autopar.step.tail`).
+            batch (`autopar.step.variants.tail`).
         statistics: the ops for which each microbatch may use its own statistics instead of the whole batch's
-            (`autopar.step.statistics`).
+            (`autopar.step.variants.statistics`).
     """
 
     values: Mapping[str, Value] = field(hash=False)

@@ -1,7 +1,7 @@
 """The timeline of a training step: the events on the streams of every device group, and the memory of a device.
 
 Devices of one group do the same at the same time, so a group stands for each of its devices.  A step may be predicted
-(`autopar.step.simulate`) or measured; `StepTimeline.to_chrome` exports both for Perfetto (https://ui.perfetto.dev).
+(`autopar.step.simulation.simulate`) or measured; `StepTimeline.to_chrome` exports both for Perfetto (https://ui.perfetto.dev).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.verify import compare
 from autopar.verify.rehearsal import keep_double_program, run_parallel, run_single
 from tests import stand_in_device

@@ -42,10 +42,10 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
 from autopar.program import Program
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
-from autopar.trace.structure import describe
+from autopar.trace.calls.structure import describe
 from autopar.verify import VerificationReport, compare
 from autopar.verify.rehearsal import Run, join_runs, run_ranks, run_single, train
 from tests.mutated_plans import mutated

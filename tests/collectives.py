@@ -12,7 +12,7 @@ from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 from autopar.step.prices import PricedCollective
 
 __all__ = ["assert_run_equals_priced", "of_groups", "volume_priced", "volume_run"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.plan import LayerStrategy
 from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Program
-from autopar.step.layer_cost import placed_collectives, placed_cost
-from autopar.step.local_layer import SharedStorage, place
+from autopar.step.costs.layer_cost import placed_collectives, placed_cost
+from autopar.step.layer.local_layer import SharedStorage, place
 from autopar.step.prices import PricedCollective, Prices
 from autopar.step.training import TrainingSpec
 

@@ -15,12 +15,12 @@ from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, 
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names, stage_group
-from autopar.search.layout_choices import mesh_shapes
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.layer.layout_choices import mesh_shapes
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.step.activation_policies import can_rerun, policy_names, rerun_policy_name
-from autopar.step.local_layer import place
-from autopar.step.local_program import derive
-from autopar.step.pieces import pieced_collectives
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.local_program import derive
+from autopar.step.layer.pieces import pieced_collectives
 from tests.random_plans import option_choices, random_plan
 
 __all__ = ["nearby"]

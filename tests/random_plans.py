@@ -14,8 +14,8 @@ from autopar.placement import REPLICATE, Layout, refine_mesh, shard
 from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
 from autopar.schedules import schedule_names, schedule_problem, stage_group
-from autopar.search.layout_choices import mesh_shapes, storage_layout
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.layer.layout_choices import mesh_shapes, storage_layout
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.step.activation_policies import can_rerun, policy_names, rerun_policy_name
 
 Mesh = tuple[int, ...]

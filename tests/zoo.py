@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.search.known_layers import KnownLayers
+from autopar.search.settings.known_layers import KnownLayers
 from autopar.trace import Traced
 from autopar.verify import VerificationReport, compare
 from autopar.verify.rehearsal import Run, join_runs, keep_double_program, run_ranks, run_single, train

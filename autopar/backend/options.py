@@ -31,7 +31,7 @@ from autopar.cost import Profile
 from autopar.errors import BackendError
 from autopar.planning.arguments import read_constraints
 from autopar.planning.compiling import check_compiler, read_compile
-from autopar.search.constraints import spell_out
+from autopar.search.settings.constraints import spell_out
 from autopar.user_text.suggestions import kind_of, suggest
 
 __all__ = ["Options", "read_options"]

@@ -29,7 +29,7 @@ from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.compiling import search_compiled
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.search.constraints import spell_out
+from autopar.search.settings.constraints import spell_out
 from autopar.step.plan_check import check_fit
 from autopar.trace import Traced, frame_of_text, function_gradients, hidden_backwards, trace
 

@@ -21,7 +21,7 @@ from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
 from autopar.planning.mesh_cluster import mesh_prices
 from autopar.planning.mesh_ranks import mesh_ranks
-from autopar.search.layout_choices import mesh_shapes
+from autopar.search.layer.layout_choices import mesh_shapes
 
 __all__ = ["Session", "made_plans", "session_of"]
 

@@ -136,7 +136,7 @@ class HostLink:
         return num_tensors * self.latency_s + num_bytes / self.bytes_per_s if self.bytes_per_s else float("inf")
 
     def exposed_s(self, copying_s: float, computing_s: float) -> float:
-        """Exposed seconds of a copy that overlaps with compute (`autopar.step.overlap_estimate`)."""
+        """Exposed seconds of a copy that overlaps with compute (`autopar.step.costs.overlap_estimate`)."""
         return copying_s - min((1 - self.taken) * copying_s, computing_s) if copying_s else 0.0
 
 

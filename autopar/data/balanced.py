@@ -27,7 +27,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.planning.sequence_separation import why_not_packed
-from autopar.search.row_sums import row_pieces
+from autopar.search.microbatches.row_sums import row_pieces
 from autopar.trace import ignored_labels
 
 __all__ = ["balanced"]

@@ -21,7 +21,7 @@ from autopar.balance.rows import assign_rows
 from autopar.data.packed_rows import RowPacking
 from autopar.errors import LoaderError
 from autopar.plan.prediction import RowCost
-from autopar.search.row_sums import RowPieces
+from autopar.search.microbatches.row_sums import RowPieces
 
 __all__ = ["LEADING_BITS", "EncoderRows", "EncoderShare", "EncoderSharing", "Image", "in_even_parts"]
 

@@ -3,7 +3,7 @@
 Such a model is planned for each list of sizes.  So that there are few, and each data rank has as many patches as the
 others, each gets equally many images of each size, in order of size, with images of zeros behind.  Images of one size
 are in the order of the text, as the model expects them; of several sizes their features are not, and the batch says
-where they are (`autopar.trace.feature_order`).
+where they are (`autopar.trace.torch_functions.feature_order`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
-from autopar.step.variants import as_decided
+from autopar.step.variants.planned_program import as_decided
 from autopar.user_text.progress import phase
 from autopar.verify import VerificationReport, verify
 from autopar.verify.shrink_plan import shrink_plan

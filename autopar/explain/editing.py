@@ -12,10 +12,10 @@ from autopar.errors import QuestionError
 from autopar.placement import Layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.search.layout_choices import storage_layout
+from autopar.search.layer.layout_choices import storage_layout
 from autopar.step.activation_policies import policy_names
-from autopar.step.local_layer import place
-from autopar.step.planned_layers import own_strategy
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.planned_layers import own_strategy
 
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 

@@ -12,7 +12,7 @@ from autopar.pages.shapes import size
 from autopar.placement import Links
 from autopar.plan import Plan
 from autopar.plan.prediction import SPENT
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 
 __all__ = ["FULL", "Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
 

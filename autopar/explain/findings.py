@@ -9,7 +9,7 @@ from autopar.explain.alternatives import Alternative
 from autopar.explain.explanation import Explanation
 from autopar.explain.planner import Answer
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.step.simulate import simulate_step
+from autopar.step.simulation.simulate import simulate_step
 from autopar.timeline import StepTimeline
 
 __all__ = ["Findings"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.cost.closed_forms import collective_form, describe, formula_text
 from autopar.explain.planner import Answer
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 
 __all__ = ["describe_formulas"]
 

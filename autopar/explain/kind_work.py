@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from autopar.explain.planner import Answer
 from autopar.ops import Work, count_work
 from autopar.plan import PlannedLayer
-from autopar.step.local_layer import SharedStorage, place
-from autopar.step.op_seconds import fused_kernels, op_seconds
-from autopar.step.planned_layers import own_strategy
+from autopar.step.costs.op_seconds import fused_kernels, op_seconds
+from autopar.step.layer.local_layer import SharedStorage, place
+from autopar.step.layer.planned_layers import own_strategy
 from autopar.step.training import is_differentiable
 
 __all__ = ["KindWork", "kind_works", "roofs"]

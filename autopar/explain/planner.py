@@ -21,8 +21,8 @@ from autopar.planning.searching import find_plan, request_of, search_setup
 from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.search import ConsideredPlan, TrainingSpec
-from autopar.search.known_layers import KnownLayers
-from autopar.step.variants import as_decided
+from autopar.search.settings.known_layers import KnownLayers
+from autopar.step.variants.planned_program import as_decided
 from autopar.user_text.progress import phase
 
 __all__ = ["Answer", "Planner"]

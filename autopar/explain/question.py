@@ -12,7 +12,7 @@ from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
 from autopar.planning.expectations import Expectations, read_expectations
 from autopar.planning.length_plans import read_distribution
-from autopar.search.constraints import CONSTRAINT_WORDS
+from autopar.search.settings.constraints import CONSTRAINT_WORDS
 
 __all__ = ["Question", "change", "check_varied", "parse_cluster"]
 

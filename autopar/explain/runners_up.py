@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopar.plan import Plan
 from autopar.search import ConsideredPlan
+from autopar.search.chain.lagrangian import pareto_indices
 from autopar.search.considered_plans import describe_plan
-from autopar.search.lagrangian import pareto_indices
 
 __all__ = ["RunnerUp", "pareto_front", "runners_up"]
 

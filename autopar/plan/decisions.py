@@ -49,7 +49,7 @@ class LayerStrategy:
             (the ops a and b of the first layer of the kind are recomputed) ...
         labels: for each axis, the usual name of what it does, for people.
         pieces: value name -> the number of pieces in which the collective on the way to its copy runs, overlapped with
-            the products that read or make the value (`autopar.step.pieces`); the other collectives run whole.
+            the products that read or make the value (`autopar.step.layer.pieces`); the other collectives run whole.
     """
 
     mesh: tuple[int, ...]
@@ -154,10 +154,10 @@ class Decisions:
         host_storage: whether stored parameters, their final gradients, and the optimizer's state are in the host's
             memory and updated there; layers then compute with copies.
         piece_tokens: for how many tokens of a device logits are computed at a time; 0: for all
-            (`autopar.step.logits`).
-        late_ops: the ops that run once a step, on sums over all microbatches (`autopar.step.tail`).
+            (`autopar.step.variants.logits`).
+        late_ops: the ops that run once a step, on sums over all microbatches (`autopar.step.variants.tail`).
         statistics: the ops for which each microbatch may use its own statistics instead of the whole batch's
-            (`autopar.step.statistics`).
+            (`autopar.step.variants.statistics`).
     """
 
     fingerprint: str

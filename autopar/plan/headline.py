@@ -27,7 +27,7 @@ from autopar.user_text.quantities import count_unit, short_count, size_unit, thr
 
 __all__ = ["describe_gap", "describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 
-# Labels of `autopar.search.labels` -> their short names, in the order in which the headline lists them.
+# Labels of `autopar.search.settings.labels` -> their short names, in the order in which the headline lists them.
 _DEGREES = {
     "data": "DP", "tensor": "TP", "tensor+sequence": "TP", "vocabulary": "TP", "context": "CP",
     "sequence (Ulysses)": "Ulysses", "sequence": "SP", "expert": "EP", "replicated": "replicas",

@@ -113,7 +113,7 @@ class RowCost:
 
     Args:
         ranks: how many data-parallel ranks the rows of a batch are split over in attention
-            (`autopar.step.data_split.attention_split`).
+            (`autopar.step.layer.data_split.attention_split`).
         rows: of a rank in one microbatch.
         tokens: of a row: dim 1 of the first input that has one; 0: no input has.
         token_s: seconds per token.
@@ -272,7 +272,7 @@ class Prediction:
         tokens_per_step: tokens of the whole batch; 0: its rows don't consist of tokens.
         dtype: the dtype of most of the arithmetic.
         model_flops: FLOPs of all devices in a step, forward and backward without recomputation, with causal attention
-            counted half (`autopar.step.model_flops`).
+            counted half (`autopar.step.costs.model_flops`).
         peak_flops_per_s: of a device in `dtype`, by its data sheet; 0: not known.
         row: the cost of a step as a function of the lengths of sequences in its rows.
         lengths: the prediction of a family of plans for sequences of many lengths.

@@ -14,8 +14,8 @@ from autopar.errors import ConstraintError, MaterializationError
 from autopar.plan import Plan
 from autopar.planning.optimizer_state import state_bytes_per_element, whole_states
 from autopar.search import TrainingSpec
-from autopar.search.constraints import check_patterns, parse_constraints
 from autopar.search.pipeline.pipeline_constraints import stages_demanded
+from autopar.search.settings.constraints import check_patterns, parse_constraints
 
 __all__ = [
     "check_constraints",

@@ -22,7 +22,7 @@ from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.step.prices import Prices
-from autopar.step.simulate import simulate_step
+from autopar.step.simulation.simulate import simulate_step
 from autopar.trace import Traced
 
 __all__ = ["build", "call_planner"]

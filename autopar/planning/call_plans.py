@@ -46,8 +46,8 @@ from autopar.planning.padded_calls import (
 )
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
-from autopar.search.row_sums import row_pieces
-from autopar.step.data_split import batch_inputs
+from autopar.search.microbatches.row_sums import row_pieces
+from autopar.step.layer.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.trace import (

@@ -14,7 +14,7 @@ from autopar.lower.run.call_inputs import CallInputs
 from autopar.planning.arguments import are_inputs_local
 from autopar.planning.call_traces import example_call
 from autopar.program import Program
-from autopar.step.data_split import DataSplit
+from autopar.step.layer.data_split import DataSplit
 from autopar.trace import Traced, call_opener
 
 __all__ = ["call_inputs", "check_read_values", "read_inputs"]

@@ -48,10 +48,10 @@ from autopar.planning.splitting import variant_like
 from autopar.program import Layer, Program
 from autopar.schedules import rows_schedule
 from autopar.search import SearchRequest, check_known, reuse_plan, search, stage_constraints
-from autopar.search.microbatches import why_not_row_by_row
-from autopar.search.row_sums import row_pieces, sums_over_rows
-from autopar.step.parameter_costs import gradient_sums_s
-from autopar.step.planned_layers import PlannedLayers
+from autopar.search.microbatches.row_sums import row_pieces, sums_over_rows
+from autopar.search.microbatches.time_assignment import why_not_row_by_row
+from autopar.step.costs.parameter_costs import gradient_sums_s
+from autopar.step.layer.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
 from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec

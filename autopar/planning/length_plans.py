@@ -38,9 +38,9 @@ from autopar.planning.setup import Setup
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
-from autopar.search.row_sums import row_pieces
+from autopar.search.microbatches.row_sums import row_pieces
 from autopar.step.prices import Prices
-from autopar.step.variants import as_decided
+from autopar.step.variants.planned_program import as_decided
 from autopar.user_text.progress import phase
 from autopar.user_text.suggestions import kind_of
 

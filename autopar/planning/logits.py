@@ -13,11 +13,11 @@ from autopar.planning.compiling import is_short_of_memory, search_compiled
 from autopar.planning.splitting import noted, splittable
 from autopar.program import Program
 from autopar.search import SearchRequest
-from autopar.search.constraints import parse_constraints
 from autopar.search.plan_selection import preferred_s
-from autopar.search.request import DeferredGaps, NoMatchError
-from autopar.step.logits import PIECE_TOKENS, in_pieces, logits_bytes
+from autopar.search.settings.constraints import parse_constraints
+from autopar.search.settings.request import DeferredGaps, NoMatchError
 from autopar.step.prices import Prices
+from autopar.step.variants.logits import PIECE_TOKENS, in_pieces, logits_bytes
 
 __all__ = ["search_plan"]
 

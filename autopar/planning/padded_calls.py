@@ -1,7 +1,7 @@
 """Calls that run padded: batches with additional rows that the loss ignores, texts with additional positions that no
 earlier position attends to.
 
-The padded call is traced too, `autopar.trace.prefixes` proves that it computes the same, and outputs are cut back to
+The padded call is traced too, `padded.prefixes` proves that it computes the same, and outputs are cut back to
 their own size.
 """
 
@@ -19,8 +19,8 @@ from autopar.lower.run.call_inputs import Call
 from autopar.lower.run.lowering import Cuts, Executable
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.row_sums import RowPieces
-from autopar.step.data_split import data_split
+from autopar.search.microbatches.row_sums import RowPieces
+from autopar.step.layer.data_split import data_split
 from autopar.trace import LongerProgram, PaddingError, Traced, call_opener, reading_last_entry
 
 __all__ = [

@@ -13,7 +13,7 @@ from autopar.planning.precision import with_speedup
 from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, search
-from autopar.step.variants import as_decided
+from autopar.step.variants.planned_program import as_decided
 from autopar.user_text.progress import phase
 
 __all__ = ["find_plan", "finish", "request_of", "search_setup", "with_trace_s"]

@@ -1,8 +1,8 @@
 """What is done to a program whose batch is more than the sum of its microbatches, so that it can run in microbatches.
 
 A loss that multiplies means over the whole batch, such as a balance loss of experts, is computed once from the sums
-of all microbatches (`autopar.search.late_ops`), exactly; or, where the user allows it by name, of each microbatch
-alone (`autopar.search.batch_statistics`).
+of all microbatches (`microbatches.late_ops`), exactly; or, where the user allows it by name, of each microbatch
+alone (`autopar.search.microbatches.batch_statistics`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedules import find_schedule
 from autopar.search import SearchRequest
-from autopar.search.batch_statistics import program_with_statistics
-from autopar.search.constraints import Constraints, parse_constraints
-from autopar.search.late_ops import late_program
-from autopar.search.microbatches import PER_MICROBATCH, time_assignment
-from autopar.step.logits import in_pieces
+from autopar.search.microbatches.batch_statistics import program_with_statistics
+from autopar.search.microbatches.late_ops import late_program
+from autopar.search.microbatches.time_assignment import PER_MICROBATCH, time_assignment
+from autopar.search.settings.constraints import Constraints, parse_constraints
+from autopar.step.variants.logits import in_pieces
 
 __all__ = ["noted", "splittable", "variant_like"]
 

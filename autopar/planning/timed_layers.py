@@ -18,7 +18,7 @@ from autopar.ops.attention import DOCUMENTS, document_length, second_document_le
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
-from autopar.step.local_layer import PlacedLayer, place
+from autopar.step.layer.local_layer import PlacedLayer, place
 
 __all__ = ["FamilyTimer", "LayerTimer", "search_with_timed_layers"]
 

@@ -10,7 +10,7 @@ simulated.
 from autopar.search.call_search import plan_like, stage_constraints, stages_of
 from autopar.search.plan_reuse import check_known, reuse_plan
 from autopar.search.plan_search import search
-from autopar.search.request import MEMORY_ERROR, ConsideredPlan, SearchRequest
+from autopar.search.settings.request import MEMORY_ERROR, ConsideredPlan, SearchRequest
 from autopar.step.training import TrainingSpec
 
 __all__ = [

@@ -15,9 +15,9 @@ from autopar.placement import refine_mesh
 from autopar.plan import Plan
 from autopar.program import Layer, Program
 from autopar.schedules import simplest_schedule
-from autopar.search.constraints import DEGREES, spell_out
 from autopar.search.plan_search import search
-from autopar.search.request import SearchRequest
+from autopar.search.settings.constraints import DEGREES, spell_out
+from autopar.search.settings.request import SearchRequest
 from autopar.step.prices import Prices
 
 __all__ = ["plan_like", "stage_constraints", "stages_of"]

@@ -8,10 +8,10 @@ import numpy as np
 
 from autopar.plan import Plan
 from autopar.plan.headline import describe_usual
-from autopar.search.lagrangian import pareto_indices
+from autopar.search.chain.lagrangian import pareto_indices
+from autopar.search.chain.single_stage import SingleStagePaths
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate
-from autopar.search.request import ConsideredPlan
-from autopar.search.single_stage import SingleStagePaths
+from autopar.search.settings.request import ConsideredPlan
 
 __all__ = ["describe_paths", "describe_pipeline", "describe_plan"]
 

@@ -9,10 +9,10 @@ from functools import cached_property, partial
 
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Shape
+from autopar.search.chain.single_stage import PathOrder, SingleStagePaths
 from autopar.search.pipeline.pipeline_candidates import OVERCOUNTED, PipelineCandidate, PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.search_context import SearchContext
-from autopar.search.single_stage import PathOrder, SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import StepPricing
 

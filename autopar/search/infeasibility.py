@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Decisions
+from autopar.search.chain.single_stage import SingleStagePaths
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate
-from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
-from autopar.search.single_stage import SingleStagePaths
-from autopar.step.memory import peak_bytes, step_memory
-from autopar.step.plan_collectives import step_collectives
-from autopar.step.planned_layers import PlannedLayers
+from autopar.search.settings.request import SearchRequest
+from autopar.step.costs.plan_collectives import step_collectives
+from autopar.step.layer.planned_layers import PlannedLayers
 from autopar.step.pricing import layer_costs
+from autopar.step.simulation.step_memory import peak_bytes, step_memory
 
 __all__ = ["describe_infeasible"]
 

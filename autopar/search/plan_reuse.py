@@ -14,8 +14,8 @@ from autopar.plan.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
 from autopar.search.final_candidates import host_shortage
-from autopar.search.microbatches import time_assignment
-from autopar.search.request import SearchRequest
+from autopar.search.microbatches.time_assignment import time_assignment
+from autopar.search.settings.request import SearchRequest
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict

@@ -18,9 +18,8 @@ from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
 from autopar.host.garbage import collected_seldom
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.search.chain.single_stage import SingleStagePaths, SingleStageSearch
 from autopar.search.considered_plans import describe_paths, describe_pipeline
-from autopar.search.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
-from autopar.search.degree_roles import stack_sizes
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
@@ -33,10 +32,11 @@ from autopar.search.plan_selection import (
     select_plan,
     simulated_s,
 )
-from autopar.search.request import NoMatchError, SearchRequest
 from autopar.search.search_context import SearchContext
-from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
-from autopar.search.space_splits import can_add_space, check_images, with_space
+from autopar.search.settings.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
+from autopar.search.settings.degree_roles import stack_sizes
+from autopar.search.settings.request import NoMatchError, SearchRequest
+from autopar.search.settings.space_splits import can_add_space, check_images, with_space
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 

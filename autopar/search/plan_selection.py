@@ -1,6 +1,6 @@
 """The last choice of a search: which plan is fastest when steps are simulated.
 
-A search minimizes seconds less what is overlapped by estimate (`autopar.step.overlap_estimate`); what compute really
+A search minimizes seconds less what is overlapped by estimate (`costs.overlap_estimate`); what compute really
 overlaps is only seen when a step is simulated.  Of the paths without stages, all are simulated that may turn out
 fastest: those that no other beats in memory and seconds, by estimate or with all overlapped that may be, and the same
 with equal layers in other orders.  Which ones these are does not depend on the memory limit, so more memory never gives
@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Plan
 from autopar.schedules import Shape
+from autopar.search.chain.single_stage import SingleStagePaths
 from autopar.search.considered_plans import describe_plan
 from autopar.search.final_candidates import MemoryFilter, PlanCandidate, host_shortage, with_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
-from autopar.search.request import SearchRequest
-from autopar.search.single_stage import SingleStagePaths
+from autopar.search.settings.request import SearchRequest
 
 __all__ = [
     "STAGES_GAIN",

@@ -13,18 +13,18 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, Placement, refine_layout, refine_mesh, shard
 from autopar.program import Layer, Program
-from autopar.search.constraints import OPS, Constraints, LayerDemands
-from autopar.search.degree_roles import stack_sizes
-from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
-from autopar.search.microbatches import TimeAssignment, time_assignment
-from autopar.search.request import SearchRequest
-from autopar.step.layer_cost import is_layer_rerun
-from autopar.step.local_layer import SharedStorage, place_whole
-from autopar.step.op_seconds import op_seconds
-from autopar.step.planned_layers import LayerFacts
+from autopar.search.layer.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
+from autopar.search.settings.constraints import OPS, Constraints, LayerDemands
+from autopar.search.settings.degree_roles import stack_sizes
+from autopar.search.settings.request import SearchRequest
+from autopar.step.costs.layer_cost import is_layer_rerun
+from autopar.step.costs.op_seconds import op_seconds
+from autopar.step.costs.rerun_front import rerun_front, spaced_choices
+from autopar.step.layer.local_layer import SharedStorage, place_whole
+from autopar.step.layer.planned_layers import LayerFacts
+from autopar.step.layer_tensors.rerun_forward import surely_run_again
 from autopar.step.prices import OpTime, Prices
-from autopar.step.rerun_forward import surely_run_again
-from autopar.step.rerun_front import rerun_front, spaced_choices
 from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]

@@ -16,9 +16,9 @@ from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.schedules import find_schedule
 from autopar.step.activation_policies import policy_names, rerun_ops
-from autopar.step.instructions import LocalProgram, RunOp
-from autopar.step.local_layer import place
-from autopar.step.local_program import derive
+from autopar.step.layer.instructions import LocalProgram, RunOp
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.local_program import derive
 
 __all__ = ["ZERO_LEVELS", "derivation_problems", "schedule_problems", "storage_problems", "value_problems"]
 

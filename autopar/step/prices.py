@@ -142,7 +142,7 @@ class PricedCollective:
     `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
     ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
     runs before the op of index `before` (behind the last one: their number), in its backward the other way round.  Of
-    a piece of a larger one, `hidden_s` of its seconds overlap with compute (`autopar.step.piece_seconds`).
+    a piece of a larger one, `hidden_s` of its seconds overlap with compute (`autopar.step.costs.piece_seconds`).
     """
 
     value: str

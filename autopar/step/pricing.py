@@ -18,18 +18,18 @@ from autopar.plan.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
-from autopar.step.layer_cost import computing_seconds, placed_collectives, placed_cost
-from autopar.step.local_layer import PlacedLayer
-from autopar.step.memory import Moment, peak_bytes, step_memory
-from autopar.step.model_flops import model_flops
-from autopar.step.optimizer_costs import gather_s, layer_gathers_s
-from autopar.step.parameter_costs import shared_costs
-from autopar.step.plan_collectives import StepCollectives, output_gathers, step_collectives
-from autopar.step.planned_layers import LayerFacts, PlannedLayers
+from autopar.step.costs.layer_cost import computing_seconds, placed_collectives, placed_cost
+from autopar.step.costs.model_flops import model_flops
+from autopar.step.costs.optimizer_costs import gather_s, layer_gathers_s
+from autopar.step.costs.parameter_costs import shared_costs
+from autopar.step.costs.plan_collectives import StepCollectives, output_gathers, step_collectives
+from autopar.step.costs.row_cost import row_cost
+from autopar.step.costs.stage_costs import CostColumns, pipeline_step_s, stage_costs
+from autopar.step.layer.local_layer import PlacedLayer
+from autopar.step.layer.planned_layers import LayerFacts, PlannedLayers
 from autopar.step.prices import Prices, run_s
-from autopar.step.row_cost import row_cost
-from autopar.step.simulate import step_seconds
-from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
+from autopar.step.simulation.simulate import step_seconds
+from autopar.step.simulation.step_memory import Moment, peak_bytes, step_memory
 from autopar.step.training import TrainingSpec
 
 __all__ = ["StepPricing", "layer_costs", "predict"]

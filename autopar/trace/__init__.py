@@ -4,22 +4,22 @@
 `autopar.trace.tracing.PASSES` normalize it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
-from autopar.trace.any_length import check_one_graph, reading_last_entry
-from autopar.trace.call_tensors import call_opener
-from autopar.trace.capture import copy_with
-from autopar.trace.captured_graphs import function_gradients, hidden_backwards, run_captured
-from autopar.trace.feature_order import FEATURE_ORDER
-from autopar.trace.flex_attention import dense_flex_attention
-from autopar.trace.grouped_products import accurate_products
-from autopar.trace.layers import LayerNeeds
+from autopar.trace.calls.call_tensors import call_opener
+from autopar.trace.calls.loss_output import without_loss
+from autopar.trace.calls.parts import as_model
+from autopar.trace.calls.shared_memory import check_memory
+from autopar.trace.calls.signature import as_batch, bind, can_be_read, computed_texts, default_example_inputs
+from autopar.trace.compat.flex_attention import dense_flex_attention
+from autopar.trace.compat.source_lines import frame_of_text
+from autopar.trace.compat.torch_internals import argument_source, is_wrapped_number
+from autopar.trace.experts.grouped_products import accurate_products
+from autopar.trace.export.capture import copy_with
+from autopar.trace.export.captured_graphs import function_gradients, hidden_backwards, run_captured
+from autopar.trace.layers.cutting import LayerNeeds
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
-from autopar.trace.loss_output import without_loss
-from autopar.trace.parts import as_model
-from autopar.trace.prefixes import LongerProgram, PaddingError, compare, ignored_labels
-from autopar.trace.shared_memory import check_memory
-from autopar.trace.signature import as_batch, bind, can_be_read, computed_texts, default_example_inputs
-from autopar.trace.source_lines import frame_of_text
-from autopar.trace.torch_internals import argument_source, is_wrapped_number
+from autopar.trace.padded.any_length import check_one_graph, reading_last_entry
+from autopar.trace.padded.prefixes import LongerProgram, PaddingError, compare, ignored_labels
+from autopar.trace.torch_functions.feature_order import FEATURE_ORDER
 from autopar.trace.tracing import Traced, trace
 
 __all__ = [

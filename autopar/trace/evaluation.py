@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.program import Arg, Op, Ref
-from autopar.trace.torch_internals import overload
+from autopar.trace.compat.torch_internals import overload
 
 __all__ = ["run_op"]
 

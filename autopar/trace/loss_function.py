@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
-from autopar.trace import torch_internals
-from autopar.trace.loss_output import without_loss
-from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
+from autopar.trace.calls.loss_output import without_loss
+from autopar.trace.calls.signature import as_batch, bind, check_model, default_example_inputs, signature_text
+from autopar.trace.compat import torch_internals
 from autopar.trace.tracing import Traced
 from autopar.user_text.suggestions import kind_of
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from autopar.errors import ExampleInputsError
 from autopar.program import Op
+from autopar.trace.calls.signature import CallForm
 from autopar.trace.graph import Graph
-from autopar.trace.signature import CallForm
 
 __all__ = ["check_dtypes"]
 

@@ -18,14 +18,29 @@ from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
 from autopar.plan import Decisions
 from autopar.program import Program, Value
-from autopar.step.logits import in_pieces
-from autopar.step.variants import as_decided
-from autopar.trace import (
+from autopar.step.variants.logits import in_pieces
+from autopar.step.variants.planned_program import as_decided
+from autopar.trace.annotations.factors import attach_factors
+from autopar.trace.calls.loss_output import find_loss
+from autopar.trace.calls.model_outputs import ModelOutputs
+from autopar.trace.calls.signature import CallForm, ComputedValues, call_form, make_flatten
+from autopar.trace.calls.structure import Dropped, Structure, carried, walk
+from autopar.trace.experts import expert_regions
+from autopar.trace.export.capture import Captured, capture
+from autopar.trace.export.conversion import convert
+from autopar.trace.gradients import differentiable
+from autopar.trace.graph import Graph, check, number_names
+from autopar.trace.layers.cutting import LayerNeeds, cut_layers, divide_layers
+from autopar.trace.layers.kinds import assign_kinds, build_layers, fingerprint
+from autopar.trace.layers.repetition import OpSpan
+from autopar.trace.module_attributes.assigned_attributes import Changed
+from autopar.trace.module_attributes.hooked_tensors import refuse_kept_tensors
+from autopar.trace.op_dtypes import check_dtypes
+from autopar.trace.passes import (
     alike_pieces,
     broadcasting,
     cleanup,
     documents,
-    expert_regions,
     folding,
     heads,
     masks,
@@ -33,21 +48,8 @@ from autopar.trace import (
     padding,
     plain_numbers,
     rewrites,
-)  # fmt: skip
-from autopar.trace.assigned_attributes import Changed
-from autopar.trace.capture import Captured, capture
-from autopar.trace.conversion import convert
-from autopar.trace.factors import attach_factors
-from autopar.trace.gpu_casts import casts_of
-from autopar.trace.gradients import differentiable
-from autopar.trace.graph import Graph, check, number_names
-from autopar.trace.hooked_tensors import refuse_kept_tensors
-from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
-from autopar.trace.layers import LayerNeeds, cut_layers, divide_layers
-from autopar.trace.loss_output import find_loss
-from autopar.trace.model_outputs import ModelOutputs
-from autopar.trace.op_dtypes import check_dtypes
-from autopar.trace.read_inputs import (
+)
+from autopar.trace.python_values.read_inputs import (
     UnansweredError,
     UnreadInputError,
     ValueReadError,
@@ -55,10 +57,8 @@ from autopar.trace.read_inputs import (
     reading,
     with_values,
 )
-from autopar.trace.repetition import OpSpan
-from autopar.trace.signature import CallForm, ComputedValues, call_form, make_flatten
-from autopar.trace.structure import Dropped, Structure, carried, walk
-from autopar.trace.unknown_numbers import Names, unknown_numbers
+from autopar.trace.python_values.unknown_numbers import Names, unknown_numbers
+from autopar.trace.torch_functions.gpu_casts import casts_of
 
 __all__ = ["PASSES", "Traced", "normalize", "trace"]
 

@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.planning.call_traces import ExampleInputs
 from autopar.program import Layer, Op, Program
 from autopar.schedules import simplest_schedule
-from autopar.step.value_flows import option_of
+from autopar.step.layer.value_flows import option_of
 from autopar.trace import Traced
 from autopar.verify.differences import largest_difference, largest_entry, number_error
 from autopar.verify.op_observer import Observed, observe, single_device_plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.planning.call_traces import ExampleInputs
-from autopar.trace.structure import describe
+from autopar.trace.calls.structure import describe
 
 __all__ = ["eval_outputs"]
 

@@ -16,7 +16,7 @@ from autopar.lower.program.layer_program import LayerProgram
 from autopar.plan import Decisions, Plan, PlannedLayer
 from autopar.planning.call_traces import ExampleInputs
 from autopar.program import Layer, Program
-from autopar.step.local_layer import whole_strategy
+from autopar.step.layer.local_layer import whole_strategy
 from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of, run_ranks
 

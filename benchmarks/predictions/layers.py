@@ -37,7 +37,7 @@ from autopar.cost.profile import Curve, Point
 from autopar.lower.program.single_layer import SingleLayer
 from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
-from autopar.step.local_layer import whole_strategy
+from autopar.step.layer.local_layer import whole_strategy
 from tests import models
 
 _CPU = torch.device("cpu")

@@ -37,8 +37,8 @@ from autopar.planning.arguments import read_dtype, training_spec
 from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.search import SearchRequest, search
-from autopar.step.memory import peak_bytes, step_memory
-from autopar.step.planned_layers import PlannedLayers
+from autopar.step.layer.planned_layers import PlannedLayers
+from autopar.step.simulation.step_memory import peak_bytes, step_memory
 from autopar.timeline import MEMORY_KINDS
 from autopar.verify.rehearsal import loss_of, run_ranks
 from benchmarks.predictions._allocations import AllocationTracker, Usage

@@ -20,7 +20,7 @@ from autopar.backend.options import read_options
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import session_of
 from autopar.errors import AutoparError, BackendError
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 from tests.backend import models
 from tests.backend.models import Breaking, Mlp, compile_for, differences, make_mesh, vector_batches
 from tests.ranks import run_program, run_ranks

@@ -14,7 +14,7 @@ from torch._higher_order_ops.wrap import wrap  # pyright: ignore
 from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import TraceError
-from autopar.trace import captured_graphs
+from autopar.trace.export import captured_graphs
 from tests.backend import models
 from tests.backend.models import compile_for, differences, make_mesh, vector_batches
 from tests.ranks import run_ranks

@@ -23,7 +23,7 @@ from autopar.planning.length_plans import FamilyPlanner
 from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, search
-from autopar.step.local_layer import whole_strategy
+from autopar.step.layer.local_layer import whole_strategy
 from tests.data.test_balanced import rows_of_tokens, small_llama
 from tests.models import make_plain_gpt
 from tests.zoo import plan_for, quick_prices, subject
@@ -98,7 +98,7 @@ class _Slow(LayerTimer):
     def time(self, layer, strategy, num_microbatches, *, compiled) -> LayerTime:
         self.asked.append((layer.kind, strategy.mesh, strategy.assignments))
         factor = 10.0 if (layer.kind, strategy.assignments) == self.slow else 1.0
-        from autopar.step.local_layer import place
+        from autopar.step.layer.local_layer import place
 
         placed = place(self.program, layer, strategy, num_microbatches)
         times = [

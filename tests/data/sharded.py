@@ -15,7 +15,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.placement import shard
 from autopar.program import Program
-from autopar.step.data_split import DataSplit
+from autopar.step.layer.data_split import DataSplit
 
 
 class Squares(Dataset[dict[str, Tensor]]):

@@ -17,7 +17,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
 from autopar.planning.call_traces import trace_model
 from autopar.step.activation_policies import rerun_ops
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of
 from tests.collectives import assert_run_equals_priced
 from tests.end_to_end.harness import (

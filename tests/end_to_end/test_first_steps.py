@@ -19,7 +19,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
 from autopar.search import SearchRequest, search
-from autopar.step.simulate import simulate_step
+from autopar.step.simulation.simulate import simulate_step
 from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.models import make_plain_gpt

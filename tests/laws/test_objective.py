@@ -13,8 +13,8 @@ from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.step.activation_policies import rerun_ops, rerun_policy_name
-from autopar.step.boundary_values import boundary_values, transfer_parts_s
-from autopar.step.optimizer_costs import optimizer_rate
+from autopar.step.costs.optimizer_costs import optimizer_rate
+from autopar.step.layer.boundary_values import boundary_values, transfer_parts_s
 from tests.layer_costs import layer_cost
 from tests.zoo import plan_for, quick_prices, subject
 

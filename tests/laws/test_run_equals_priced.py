@@ -14,7 +14,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
 from autopar.search import SearchRequest
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.collectives import assert_run_equals_priced, of_groups, volume_priced, volume_run
 from tests.models import make_plain_gpt

@@ -17,8 +17,8 @@ from autopar.plan import Plan
 from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.search.known_layers import KnownLayers
 from autopar.search.plan_selection import preferred_s
+from autopar.search.settings.known_layers import KnownLayers
 from tests.models import make_flat, make_llama, make_mixtral
 
 MODELS = {

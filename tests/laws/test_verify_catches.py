@@ -24,8 +24,9 @@ from autopar.placement import PARTIAL, REPLICATE
 from autopar.planning import call_traces
 from autopar.program import Op, Option, Program
 from autopar.search import SearchRequest, search
-from autopar.step.local_program import local_program
-from autopar.trace import factors, trace
+from autopar.step.layer.local_program import local_program
+from autopar.trace import trace
+from autopar.trace.annotations import factors
 from tests.models import make, make_plain_gpt
 from tests.zoo import forced_plan, quick_prices, quick_search
 

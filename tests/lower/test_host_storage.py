@@ -22,7 +22,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.search import SearchRequest, search
 from autopar.search.plan_reuse import check_known
-from autopar.step.simulate import simulate_step
+from autopar.step.simulation.simulate import simulate_step
 from autopar.step.training import TrainingSpec
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.random_plans import random_plan

@@ -21,7 +21,7 @@ from autopar.lower.compat import make_mesh, to_torch_placements
 from autopar.plan import Plan
 from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
-from autopar.step.data_split import data_split
+from autopar.step.layer.data_split import data_split
 from autopar.trace import Traced, trace
 from tests.lower.runs import build, loss_of, train_single, whole_gradients
 from tests.models import make

@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.schedules import Shape
 from autopar.search import SearchRequest, search
 from autopar.search.plan_reuse import check_known
-from autopar.step.actions import LayerPolicy, StepActions, lone_copies, step_actions
+from autopar.step.simulation.actions import LayerPolicy, StepActions, lone_copies, step_actions
 from autopar.step.training import TrainingSpec
 from autopar.trace import trace
 from autopar.verify.rehearsal import run_ranks

@@ -16,9 +16,9 @@ from autopar.lower.program import compiled
 from autopar.lower.program.single_layer import SingleLayer
 from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
-from autopar.step.layer_cost import are_rerun
-from autopar.step.local_layer import place, whole_strategy
-from autopar.step.rerun_forward import surely_run_again
+from autopar.step.costs.layer_cost import are_rerun
+from autopar.step.layer.local_layer import place, whole_strategy
+from autopar.step.layer_tensors.rerun_forward import surely_run_again
 from autopar.step.training import TrainingSpec
 from tests import models
 

@@ -23,7 +23,7 @@ from autopar.lower.run import layer_pass
 from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
 from autopar.schedules.action_lists import Action
-from autopar.step.actions import StepActions
+from autopar.step.simulation.actions import StepActions
 from autopar.trace import Traced
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_pipeline, random_plan

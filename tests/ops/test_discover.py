@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.ops import RuleMatch
 from autopar.program import Op, Option, Ref, TensorType
-from autopar.trace.discover import MAX_ELEMENTS, discover_options
+from autopar.trace.annotations.discover import MAX_ELEMENTS, discover_options
 from tests.ops.harness import Sample, as_op, call, check_options, sample, tensor_type
 from tests.ops.samples import ids, x
 

@@ -17,9 +17,9 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.splitting import splittable
 from autopar.search import SearchRequest
-from autopar.search.late_ops import late_program
-from autopar.search.microbatches import TimeAssignment, time_assignment
-from autopar.step.variants import as_decided
+from autopar.search.microbatches.late_ops import late_program
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
+from autopar.step.variants.planned_program import as_decided
 from autopar.verify.rehearsal import join_runs, loss_of, run_ranks, run_single, train
 from tests.models import make_mixtral
 from tests.parity.test_experts import NUM_EXPERTS, Scored, make

@@ -19,7 +19,7 @@ from autopar.ops.attention import WINDOWS
 from autopar.plan import Plan
 from autopar.program import Op, Program
 from autopar.search import SearchRequest, search
-from autopar.search.labels import degrees
+from autopar.search.settings.labels import degrees
 from autopar.trace import trace
 from tests.models import make_llama, tokens
 from tests.zoo import Subject, assert_parity, forced_plan, plan_for, subject, trained_alone

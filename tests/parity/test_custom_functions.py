@@ -14,7 +14,7 @@ from torch.nn import functional
 from autopar.errors import TraceError
 from autopar.placement import BROADCAST, REPLICATE
 from autopar.program import Op, Program
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.trace import trace
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone

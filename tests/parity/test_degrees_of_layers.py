@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from autopar.errors import ConstraintError
-from autopar.search.labels import degrees
+from autopar.search.settings.labels import degrees
 from tests.models import make_mixtral
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 

@@ -21,11 +21,11 @@ from autopar.plan import Plan
 from autopar.planning.call_traces import trace_model
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.step.instructions import InParts, RunOp
-from autopar.step.layer_cost import running_collectives
-from autopar.step.local_layer import place
-from autopar.step.local_program import derive
-from autopar.step.op_seconds import op_seconds
+from autopar.step.costs.layer_cost import running_collectives
+from autopar.step.costs.op_seconds import op_seconds
+from autopar.step.layer.instructions import InParts, RunOp
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.local_program import derive
 from autopar.step.prices import run_s
 from autopar.step.training import TrainingSpec
 from tests.zoo import STEPS, Subject, assert_parity, quick_prices, rehearse, trained_alone

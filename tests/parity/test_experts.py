@@ -25,8 +25,8 @@ from autopar.planning.call_traces import trace_model
 from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program, TensorType
 from autopar.search import SearchRequest
-from autopar.search.labels import degrees
-from autopar.trace.saves import SavesMeter
+from autopar.search.settings.labels import degrees
+from autopar.trace.annotations.saves import SavesMeter
 from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan

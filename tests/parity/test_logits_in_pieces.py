@@ -19,8 +19,8 @@ from autopar.ops.linear_cross_entropy import TARGET
 from autopar.plan import Plan
 from autopar.planning.call_traces import trace_model
 from autopar.search import SearchRequest, search
-from autopar.step.logits import PIECE_TOKENS
 from autopar.step.plan_check import check_fit
+from autopar.step.variants.logits import PIECE_TOKENS
 from autopar.verify.rehearsal import run_ranks
 from tests.zoo import Subject, assert_parity, quick, quick_prices, subject
 

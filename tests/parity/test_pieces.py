@@ -19,12 +19,12 @@ from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Op, TensorType
 from autopar.search import SearchRequest, search
-from autopar.step.instructions import InPieces
-from autopar.step.local_program import local_program
-from autopar.step.piece_seconds import hidden_s
-from autopar.step.pieces import pieced_collectives, with_count
+from autopar.step.costs.piece_seconds import hidden_s
+from autopar.step.layer.instructions import InPieces
+from autopar.step.layer.local_program import local_program
+from autopar.step.layer.pieces import pieced_collectives, with_count
+from autopar.step.layer.planned_layers import PlannedLayers
 from autopar.step.plan_check import check_fit
-from autopar.step.planned_layers import PlannedLayers
 from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec
 from tests.end_to_end.harness import assert_same_step, launch, make, parallelize

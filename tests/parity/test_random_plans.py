@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from tests.models import ZOO
 from tests.random_plans import pipelines_of, random_pipeline, random_plan
 from tests.zoo import Subject, assert_parity, subject, trained_alone

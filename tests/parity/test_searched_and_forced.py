@@ -14,7 +14,7 @@ import torch
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.labels import degrees
+from autopar.search.settings.labels import degrees
 from tests.models import ZOO
 from tests.zoo import assert_parity, plan_for, subject
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.errors import TraceError
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.trace import trace
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone

@@ -14,7 +14,7 @@ from torch.nn import functional
 from autopar.ops.linear_cross_entropy import TARGET, TOKEN_LOSSES
 from autopar.planning.call_traces import trace_model
 from autopar.program import Program
-from autopar.step.logits import logits_bytes
+from autopar.step.variants.logits import logits_bytes
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
 CLASSES, WIDTH, TOKENS = 24, 8, 5

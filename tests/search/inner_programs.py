@@ -11,9 +11,9 @@ from autopar.cluster import HostLink
 from autopar.ops import options_for
 from autopar.placement import Axis
 from autopar.program import Arg, Layer, Op, Program, Ref, TensorType, Value
-from autopar.search.layer_problem import LayerProblem, StepSettings
-from autopar.step.local_layer import SharedStorage
-from autopar.step.op_states import Allowed
+from autopar.search.layer.layer_problem import LayerProblem, StepSettings
+from autopar.step.layer.local_layer import SharedStorage
+from autopar.step.layer.op_states import Allowed
 from autopar.step.prices import OpTime, Prices
 from autopar.step.training import TrainingSpec
 

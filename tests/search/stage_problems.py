@@ -12,11 +12,11 @@ import numpy as np
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape
 from autopar.search import SearchRequest
-from autopar.search.candidate_sets import CandidateSet
-from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
+from autopar.search.chain.candidate_sets import CandidateSet
+from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
 from autopar.search.pipeline.refinement import refine
-from autopar.step.stage_costs import pipeline_step_s
+from autopar.step.costs.stage_costs import pipeline_step_s
 
 NUM_STATES = 2
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.chain_dp import Chain, ChainLayer, Skip, path_costs
-from autopar.search.lagrangian import fastest_paths
-from autopar.search.limited_paths import limited_path
+from autopar.search.chain.chain_dp import Chain, ChainLayer, Skip, path_costs
+from autopar.search.chain.lagrangian import fastest_paths
+from autopar.search.chain.limited_paths import limited_path
 
 
 def make_chain(seed: int, num_layers: int, num_candidates: int, *, with_skip: bool = False) -> Chain:

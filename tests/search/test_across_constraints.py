@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import ConstraintError
-from autopar.search.constraints import LayerDemands, check_patterns, demands_on, parse_constraints
+from autopar.search.settings.constraints import LayerDemands, check_patterns, demands_on, parse_constraints
 from tests.search.across_programs import decoder_model
 
 PROGRAM = decoder_model(2, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)

@@ -9,8 +9,8 @@ import pytest
 from autopar.errors import ConstraintError
 from autopar.placement import shard
 from autopar.program import KernelCollective, Option, Program, Ref
-from autopar.search.constraints import demands_on, parse_constraints
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
+from autopar.search.settings.constraints import demands_on, parse_constraints
 from tests.search.across_programs import ModelBuilder, decoder_model
 
 PROGRAM = decoder_model(2, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)

@@ -12,11 +12,11 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.search.constraints import demands_on, parse_constraints
-from autopar.search.labels import degrees
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.search.search_context import SearchContext
-from autopar.step.boundary_values import boundary_values, transfer_parts_s
+from autopar.search.settings.constraints import demands_on, parse_constraints
+from autopar.search.settings.labels import degrees
+from autopar.step.layer.boundary_values import boundary_values, transfer_parts_s
 from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -98,7 +98,7 @@ def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None
 
 @pytest.mark.slow
 def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.search import layer_pricing
+    from autopar.search.layer import layer_pricing
 
     solved: list[int] = []
     original = layer_pricing.LayerProblem

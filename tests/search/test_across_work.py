@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from autopar.search import SearchRequest, TrainingSpec, chain_dp, layer_pricing, search, single_stage
-from autopar.step import layer_cost
+from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.chain import chain_dp, single_stage
+from autopar.search.layer import layer_pricing
+from autopar.step.costs import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planning.compiling import check_compiler, read_compile, search_compiled
 from autopar.program import Program
 from autopar.search import SearchRequest
-from autopar.step.actions import LayerPolicy
+from autopar.step.simulation.actions import LayerPolicy
 from autopar.step.training import TrainingSpec
 from tests.models import Gated
 

@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planning.imbalance import BALANCED, read_imbalance, with_imbalance
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.step.plan_collectives import plan_collectives
+from autopar.step.costs.plan_collectives import plan_collectives
 from autopar.step.pricing import predict
 
 pytest.importorskip("transformers.integrations.moe")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.variable_elimination import Table, minimize
+from autopar.search.layer.variable_elimination import Table, minimize
 
 
 def brute_force(sizes: list[int], tables: list[Table], keep: list[int]) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_dropping_dominated_states_keeps_the_optimum(
     problem: tuple[list[int], list[Table], list[int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.variable_elimination._DOMINANCE_ENTRIES", 1)
+        patch.setattr("autopar.search.layer.variable_elimination._DOMINANCE_ENTRIES", 1)
         check(*problem)
 
 

@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
-from autopar.search.layer_solutions import SolvedVariant, solve_problem
+from autopar.search.layer.layer_solutions import SolvedVariant, solve_problem
 from tests.layer_costs import layer_collectives
 from tests.search.inner_programs import build_problem, decoder_layer
 

@@ -16,13 +16,13 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, shard
 from autopar.plan import LayerStrategy
 from autopar.program import KernelCollective, Layer, Op, Option, Program, Ref, TensorType, Value
-from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
-from autopar.search.layout_choices import arrival_layout, storage_layout
-from autopar.step.local_layer import place
-from autopar.step.local_program import derive
-from autopar.step.op_states import Allowed
+from autopar.search.layer.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layer.layout_choices import arrival_layout, storage_layout
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.local_program import derive
+from autopar.step.layer.op_states import Allowed
+from autopar.step.layer.value_flows import Flow, TimeView, find_flows, options_of, time_view
 from autopar.step.training import TrainingSpec
-from autopar.step.value_flows import Flow, TimeView, find_flows, options_of, time_view
 from tests.layer_costs import layer_collectives, layer_cost
 from tests.search.inner_programs import TablePrices, build_problem, decoder_layer
 

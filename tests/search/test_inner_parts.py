@@ -29,17 +29,17 @@ from autopar.placement import (
 from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Ref, TensorType
 from autopar.search import SearchRequest, search
-from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
-from autopar.search.layout_choices import (
+from autopar.search.layer.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layer.layout_choices import (
     arrival_layout,
     boundary_layout,
     boundary_policies,
     mesh_shapes,
     storage_layout,
 )
-from autopar.search.reshard_prices import collective_counts, reshard_tables
-from autopar.step.layer_cost import parameter_times
-from autopar.step.parameter_costs import parameter_bytes
+from autopar.search.layer.reshard_prices import collective_counts, reshard_tables
+from autopar.step.costs.layer_cost import parameter_times
+from autopar.step.costs.parameter_costs import parameter_bytes
 from autopar.step.training import TrainingSpec
 from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model

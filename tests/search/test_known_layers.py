@@ -17,18 +17,20 @@ from autopar.planning import logits
 from autopar.planning.call_traces import trace_model
 from autopar.planning.logits import search_plan
 from autopar.program import Program
-from autopar.search import SearchRequest, candidate_sets, layer_pricing, plan_search, search
-from autopar.search.constraints import demands_on, parse_constraints
-from autopar.search.known_layers import KnownLayers
+from autopar.search import SearchRequest, plan_search, search
+from autopar.search.chain import candidate_sets
+from autopar.search.chain.single_stage import SingleStageSearch
+from autopar.search.layer import layer_pricing
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import pipeline_demands
 from autopar.search.pipeline.pipeline_numbers import PipelineNumbers
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.plan_selection import preferred_s
-from autopar.search.request import NoMatchError
 from autopar.search.search_context import SearchContext
-from autopar.search.single_stage import SingleStageSearch
-from autopar.step.logits import in_pieces
+from autopar.search.settings.constraints import demands_on, parse_constraints
+from autopar.search.settings.known_layers import KnownLayers
+from autopar.search.settings.request import NoMatchError
+from autopar.step.variants.logits import in_pieces
 from tests.models import make_llama
 
 

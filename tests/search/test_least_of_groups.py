@@ -12,12 +12,13 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.program import Program
-from autopar.search import SearchRequest, TrainingSpec, candidate_sets
-from autopar.search.candidate_sets import CandidateSet, make_candidate_set
-from autopar.search.constraints import LayerDemands, parse_constraints
-from autopar.search.least_seconds import least_layers, least_of, remember_least
+from autopar.search import SearchRequest, TrainingSpec
+from autopar.search.chain import candidate_sets
+from autopar.search.chain.candidate_sets import CandidateSet, make_candidate_set
+from autopar.search.chain.least_seconds import least_layers, least_of, remember_least
 from autopar.search.search_context import SearchContext, shared_storage_choices
-from autopar.step.logits import in_pieces
+from autopar.search.settings.constraints import LayerDemands, parse_constraints
+from autopar.step.variants.logits import in_pieces
 from tests.search.across_programs import decoder_model
 
 PRICES = ClusterPrices(Cluster.of("h100", devices_per_node=2, nodes=2), None)

@@ -12,13 +12,13 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Decisions
 from autopar.schedules import Shape
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search
+from autopar.search.chain.lagrangian import PathPool
+from autopar.search.chain.single_stage import SingleStagePaths
 from autopar.search.final_candidates import MemoryFilter, PlanCandidate
-from autopar.search.lagrangian import PathPool
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_search import _lies_behind
 from autopar.search.pipeline.schedule_estimates import idle_of
 from autopar.search.plan_selection import select_plan
-from autopar.search.single_stage import SingleStagePaths
 from autopar.step.pricing import StepPricing
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices

@@ -18,19 +18,19 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops import count_work
 from autopar.program import Op, TensorType
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search, search_context
-from autopar.search.candidate_sets import least_returned_bytes, make_candidate_set
-from autopar.search.constraints import LayerDemands, parse_constraints
-from autopar.search.least_seconds import least_of
-from autopar.search.microbatches import time_assignment
+from autopar.search.chain.candidate_sets import least_returned_bytes, make_candidate_set
+from autopar.search.chain.least_seconds import least_of
+from autopar.search.chain.single_stage import SingleStageSearch
+from autopar.search.microbatches.time_assignment import time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext, shared_storage_choices
-from autopar.search.single_stage import SingleStageSearch
+from autopar.search.settings.constraints import LayerDemands, parse_constraints
 from autopar.step import pricing
-from autopar.step.planned_layers import PlannedLayers
+from autopar.step.layer.planned_layers import PlannedLayers
 from autopar.step.prices import OpTime
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices

@@ -18,10 +18,10 @@ from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.step.plan_collectives import plan_collectives
-from autopar.step.planned_layers import PlannedLayers
-from autopar.step.simulate import Streams, simulate_step, step_seconds
-from autopar.step.step_work import Item
+from autopar.step.costs.plan_collectives import plan_collectives
+from autopar.step.layer.planned_layers import PlannedLayers
+from autopar.step.simulation.simulate import Streams, simulate_step, step_seconds
+from autopar.step.simulation.step_work import Item
 from autopar.timeline import StepTimeline
 from benchmarks.published.overlap import both_s, gathered_ahead_s
 from tests.search.across_programs import decoder_model

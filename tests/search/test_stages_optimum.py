@@ -20,10 +20,10 @@ from autopar.schedules.action_lists import (
 )
 from autopar.schedules.critical_paths import schedule_paths
 from autopar.schedules.packing import pack
-from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages
+from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
-from autopar.step.stage_costs import pipeline_step_s
+from autopar.step.costs.stage_costs import pipeline_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
 CASES = [

@@ -21,8 +21,8 @@ from autopar.schedules.action_lists import peak_in_flight
 from autopar.search import SearchRequest, TrainingSpec, plan_like, plan_search, search
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.pipeline_numbers import dividing_counts
+from autopar.step.costs.stage_costs import pipeline_step_s
 from autopar.step.prices import HostLink
-from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

@@ -10,7 +10,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import REPLICATE, shard
 from autopar.plan import LayerStrategy
 from autopar.search import SearchRequest, search
-from autopar.step.data_split import DataSplit, batch_inputs, data_split
+from autopar.step.layer.data_split import DataSplit, batch_inputs, data_split
 from autopar.trace import trace
 from tests.models import make
 from tests.random_plans import random_plan

@@ -20,14 +20,14 @@ from autopar.plan import LayerStrategy
 from autopar.planning.call_traces import trace_model
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
-from autopar.step import fusion, liveness
-from autopar.step import tensor_graph as tensor_graphs
-from autopar.step.fusion import FusedLayer, fused_layer
-from autopar.step.liveness import running_memory
-from autopar.step.local_layer import place
-from autopar.step.op_seconds import op_seconds
-from autopar.step.rerun_front import rerun_front
-from autopar.step.tensor_graph import tensor_graph
+from autopar.step.costs.op_seconds import op_seconds
+from autopar.step.costs.rerun_front import rerun_front
+from autopar.step.layer.local_layer import place
+from autopar.step.layer_tensors import fusion, liveness
+from autopar.step.layer_tensors import tensor_graph as tensor_graphs
+from autopar.step.layer_tensors.fusion import FusedLayer, fused_layer
+from autopar.step.layer_tensors.liveness import running_memory
+from autopar.step.layer_tensors.tensor_graph import tensor_graph
 from autopar.step.training import TrainingSpec
 from tests.models import Gated
 from tests.zoo import subject

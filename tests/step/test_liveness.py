@@ -11,10 +11,10 @@ from torch.nn import functional
 from autopar.placement import Layout, parse_layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.planning.call_traces import trace_model
-from autopar.step.liveness import running_memory
-from autopar.step.local_layer import place
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.planned_layers import PlannedLayers
+from autopar.step.layer_tensors.liveness import running_memory
 from autopar.step.plan_check import check_fit
-from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
 from tests.random_plans import random_plan
 from tests.zoo import subject

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import autopar
 from autopar.planning.call_traces import trace_model
-from autopar.step.model_flops import model_flops
+from autopar.step.costs.model_flops import model_flops
 from autopar.step.training import TrainingSpec
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 4, 16, 32, 2, 64

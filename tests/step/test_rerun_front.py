@@ -16,12 +16,12 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.activation_policies import activation_policy, can_rerun, rerun_ops, rerun_policy_name
-from autopar.step.layer_cost import running_costs
-from autopar.step.liveness import running_memory
-from autopar.step.local_layer import place
+from autopar.step.costs.layer_cost import running_costs
+from autopar.step.costs.rerun_front import rerun_front
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.planned_layers import own_strategy
+from autopar.step.layer_tensors.liveness import running_memory
 from autopar.step.plan_check import check_fit
-from autopar.step.planned_layers import own_strategy
-from autopar.step.rerun_front import rerun_front
 from autopar.step.training import TrainingSpec
 from autopar.trace import trace
 from tests.lower.test_activation_policies import INPUTS, MODEL

@@ -9,10 +9,10 @@ import pytest
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.step.actions import step_actions
-from autopar.step.layer_bytes import layer_bytes
-from autopar.step.memory import Moment, step_memory
-from autopar.step.planned_layers import PlannedLayers
+from autopar.step.layer.planned_layers import PlannedLayers
+from autopar.step.simulation.actions import step_actions
+from autopar.step.simulation.layer_bytes import layer_bytes
+from autopar.step.simulation.step_memory import Moment, step_memory
 from autopar.timeline import MEMORY_KINDS
 from tests.random_plans import random_pipeline, random_plan
 from tests.search.across_programs import decoder_model

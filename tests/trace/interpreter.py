@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.lower.kernels import OPS
 from autopar.program import Arg, Op, Program, Ref
 from autopar.trace import Traced, trace
-from autopar.trace.torch_internals import overload
+from autopar.trace.compat.torch_internals import overload
 
 
 def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.trace import trace
-from autopar.trace.masks import ATTENTION
+from autopar.trace.passes.masks import ATTENTION
 from tests.trace.interpreter import interpret
 
 _attend: Any = functional.scaled_dot_product_attention

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.planning.call_traces import trace_model
-from autopar.trace.backward_nodes import gradients_by_hand
-from autopar.trace.saves import Kept, SavesMeter
+from autopar.trace.annotations.backward_nodes import gradients_by_hand
+from autopar.trace.annotations.saves import Kept, SavesMeter
 from tests.ops.harness import as_op, call, sample, tensor_type
 from tests.ops.samples import all_samples
 

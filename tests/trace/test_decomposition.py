@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.trace import decomposition, torch_internals, trace
+from autopar.trace import trace
+from autopar.trace.compat import torch_internals
+from autopar.trace.export import decomposition
 from tests import models
 from tests.ops.samples import all_samples
 

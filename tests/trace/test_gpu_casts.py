@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import autopar
 from autopar.trace import trace
-from autopar.trace.gpu_casts import IN_FLOAT32, IN_LOW_PRECISION, IN_WIDEST, casts_of
+from autopar.trace.torch_functions.gpu_casts import IN_FLOAT32, IN_LOW_PRECISION, IN_WIDEST, casts_of
 
 BF16 = torch.bfloat16
 # On a CPU they have no entry as they are made of ops that have one: products, or ops of other lists.

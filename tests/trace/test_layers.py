@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from autopar.errors import TraceError
 from autopar.trace import LayerNeeds, trace
-from autopar.trace.repetition import MAX_OPS, find_period
+from autopar.trace.layers.repetition import MAX_OPS, find_period
 from tests import models
 from tests.trace.interpreter import check_equals_model, check_well_formed
 

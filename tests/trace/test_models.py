@@ -3,7 +3,7 @@ float64."""
 
 import pytest
 
-from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.trace import trace
 from tests import models
 from tests.trace.interpreter import check_equals_model

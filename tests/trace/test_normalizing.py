@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from autopar.ops.attention import WINDOWS
-from autopar.trace import constants, trace
+from autopar.trace import trace
+from autopar.trace.passes import constants
 from tests.models import make_llama
 from tests.scripts.torchtune_recipe import RotaryPositionalEmbeddings
 from tests.trace.interpreter import check_equals_model

@@ -13,7 +13,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.planning.caller_inputs import check_read_values
 from autopar.trace import trace
-from autopar.trace.signature import MOST_READ
+from autopar.trace.calls.signature import MOST_READ
 from autopar.verify.rehearsal import planner_for
 from tests.lower.runs import build, loss_of
 from tests.trace.interpreter import interpret

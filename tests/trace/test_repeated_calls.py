@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.trace import Traced, attribute_reads, capture, export_shortcuts, repeated_calls, trace
+from autopar.trace import Traced, trace
+from autopar.trace.compat import export_shortcuts
+from autopar.trace.export import capture, repeated_calls
+from autopar.trace.module_attributes import attribute_reads
 from tests import models
 
 

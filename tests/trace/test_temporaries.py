@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from autopar.planning.call_traces import trace_model
 from autopar.program import Op
-from autopar.trace.saves import Kept, SavesMeter
+from autopar.trace.annotations.saves import Kept, SavesMeter
 from tests.ops.harness import as_op, sample, tensor_type
 
 ROWS, WIDTH = 32, 64

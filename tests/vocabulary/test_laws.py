@@ -24,10 +24,10 @@ FAMILY = re.compile(rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ',
 COMPAT = {
     PACKAGE / name
     for name in (
-        "trace/torch_internals.py",
-        "trace/torch_recording.py",
-        "trace/export_shortcuts.py",
-        "trace/flex_attention.py",
+        "trace/compat/torch_internals.py",
+        "trace/compat/torch_recording.py",
+        "trace/compat/export_shortcuts.py",
+        "trace/compat/flex_attention.py",
         "lower/compat.py",
         "lower/compiler.py",
     )

@@ -14,7 +14,7 @@ from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.moves import Move
 from autopar.lower.compat import from_torch_placement
 from autopar.placement import REPLICATE, Axis, Layout, shard
-from autopar.step.data_split import DataSplit
+from autopar.step.layer.data_split import DataSplit
 
 __all__ = ["ShardedRows", "Spans", "dtensor_spans"]
 

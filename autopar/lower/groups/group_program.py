@@ -24,7 +24,7 @@ from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner
 from autopar.placement import BROADCAST, Layout, Step, refine_mesh, reshard
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.step.actions import StepActions
+from autopar.step.simulation.actions import StepActions
 
 __all__ = ["Gradients", "GroupProgram", "part_layouts"]
 

@@ -1,6 +1,6 @@
 """Products whose rows travel in pieces: one piece is multiplied while the next one is under way.
 
-`autopar.step.pieces` says where, `autopar.step.piece_seconds` in how many pieces.  The collectives are those of any
+`layer.pieces` says where, `costs.piece_seconds` in how many pieces.  The collectives are those of any
 communicator, started without waiting, so the same code runs on GPUs, on gloo and on simulated ranks.  Products write
 to where their rows belong, so that pieces take few copies more than a whole collective.
 """

@@ -16,7 +16,7 @@ from autopar.lower.run.layer_runner import LayerRunner
 from autopar.ops.experts import EXPERTS
 from autopar.placement import Axis, Layout, mesh_axes
 from autopar.program import iter_refs
-from autopar.step.instructions import RunOp
+from autopar.step.layer.instructions import RunOp
 
 __all__ = ["ExpertRows"]
 

@@ -1,7 +1,7 @@
 """How a layer gets its compute copies of stored parameters, and how their gradients come back.
 
 `LayerParameters` knows for one layer the moves from storage (`store`) to the copy layouts; `StepParameters` is one
-step's use of them: it unshards, reshards and reduces when the step's actions say so (`autopar.step.actions`), and adds
+step's use of them: it unshards, reshards and reduces when the step's actions say so (`simulation.actions`), and adds
 up the gradients of microbatches.
 """
 

@@ -11,7 +11,7 @@ runs once more, uncompiled, in the backward (`_CallerOutputs`).
 
 Where a forward runs again in backward (``recompute=full``), nobody reads what it puts out (`SavingOnly`).  A program
 that is compiled in one go then leaves out what leads to nothing that backward reads, as the last product of a block
-and its collective: `autopar.step.rerun_forward` has the same rule for prices.
+and its collective: `autopar.step.layer_tensors.rerun_forward` has the same rule for prices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One layer under one strategy as an FX program on plain local tensors, with every move between devices in sight.
 
-What runs, in which order and on which local types is `autopar.step.local_program`'s to say; a program has one node for
+What runs, in which order and on which local types is `layer.local_program`'s to say; a program has one node for
 each of its instructions.
 """
 
@@ -33,7 +33,7 @@ from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
-from autopar.step.instructions import (
+from autopar.step.layer.instructions import (
     InParts,
     InPieces,
     Instruction,
@@ -43,12 +43,12 @@ from autopar.step.instructions import (
     RunOp,
     TakeMicrobatch,
 )
-from autopar.step.local_layer import place
-from autopar.step.local_program import derive
-from autopar.step.op_states import kernel_runs
-from autopar.step.pieces import row_product
+from autopar.step.layer.local_layer import place
+from autopar.step.layer.local_program import derive
+from autopar.step.layer.op_states import kernel_runs
+from autopar.step.layer.pieces import row_product
+from autopar.step.layer.value_flows import gets_gradient
 from autopar.step.prices import reshard_calls
-from autopar.step.value_flows import gets_gradient
 
 __all__ = ["LayerProgram", "layer_program"]
 

@@ -1,6 +1,6 @@
 """Activation offloading: saved tensors of one pass of a layer in host memory, from its forward to its backward.
 
-The step's actions say when copies start and when they are waited for (`autopar.step.actions`).  On a GPU they run on
+The step's actions say when copies start and when they are waited for (`simulation.actions`).  On a GPU they run on
 a stream of their own, from and to pinned memory; on a CPU the same code copies from one allocation to another.
 """
 

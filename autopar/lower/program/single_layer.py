@@ -24,7 +24,7 @@ from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import activation_policy
-from autopar.step.instructions import LocalValue
+from autopar.step.layer.instructions import LocalValue
 
 __all__ = ["SingleLayer"]
 

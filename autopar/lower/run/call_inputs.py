@@ -29,7 +29,7 @@ from autopar.lower.communication.sharded_rows import ShardedRows, Spans, dtensor
 from autopar.lower.compat import from_torch_placement, leaves_of
 from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
-from autopar.step.data_split import DataSplit
+from autopar.step.layer.data_split import DataSplit
 
 __all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall", "check_values"]
 
@@ -39,7 +39,7 @@ _NO_VALUES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class OpenedCall(Protocol):
-    """A call taken apart: see `autopar.trace.call_tensors.CallTensors`."""
+    """A call taken apart: see `autopar.trace.calls.call_tensors.CallTensors`."""
 
     @property
     def named(self) -> Mapping[str, Tensor]:

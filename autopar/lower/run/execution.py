@@ -24,8 +24,8 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
 from autopar.schedules import RowsSchedule, rows_schedule
-from autopar.step.actions import StepActions, step_actions
 from autopar.step.plan_check import check_same_program
+from autopar.step.simulation.actions import StepActions, step_actions
 from autopar.step.training import TrainingSpec
 
 __all__ = ["Executor"]

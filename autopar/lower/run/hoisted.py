@@ -13,7 +13,7 @@ from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
 from autopar.placement import Step
 from autopar.program import Layer, Program
-from autopar.step.local_layer import whole_strategy
+from autopar.step.layer.local_layer import whole_strategy
 
 __all__ = ["HoistedValues"]
 

@@ -1,6 +1,6 @@
 """Buffers that every microbatch updates: those of modules in which an op takes each microbatch for the whole batch.
 
-Only what a user named does so (`autopar.search.microbatches`).  It is what one device does that trains on the
+Only what a user named does so (`microbatches.time_assignment`).  It is what one device does that trains on the
 microbatches one after the other and adds up their gradients, so its modules' other buffers (a count of batches) follow
 it.  All other buffers are updated once a step, as by the whole batch.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from autopar.ops import family_of
 from autopar.plan import Plan
 from autopar.program import Op, Program
-from autopar.step.value_flows import option_of
+from autopar.step.layer.value_flows import option_of
 
 __all__ = ["ops_per_microbatch", "updates_per_microbatch"]
 

@@ -23,7 +23,7 @@ from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.module_state import ModuleState
 from autopar.placement import refine_layout
 from autopar.plan import Plan
-from autopar.step.data_split import DataSplit
+from autopar.step.layer.data_split import DataSplit
 
 __all__ = ["ModuleInspection"]
 
@@ -59,7 +59,7 @@ class ModuleInspection(ModuleState):
     @property
     def data_rank(self) -> int:
         """Which of these parts is this rank's, 0 <= data_rank < data_parallel_size: ``rank`` of a
-        ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
+        ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.layer.data_split`).
         """
         return self.data_split.rank_of(self._communicator.rank)
 

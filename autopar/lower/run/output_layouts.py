@@ -18,7 +18,7 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.lowering import Executable, ValueLayout
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, sharded_axes
-from autopar.step.data_split import output_rows
+from autopar.step.layer.data_split import output_rows
 
 __all__ = ["OutputLayouts"]
 

@@ -44,7 +44,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_calls import StepCalls
 from autopar.lower.run.submodule_calls import SAME_INPUTS, plain_input, read_input
 from autopar.lower.run.submodules import bind_submodules, save_own_parts
-from autopar.step.data_split import data_split
+from autopar.step.layer.data_split import data_split
 from autopar.step.plan_check import check_same_program
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]

@@ -1,4 +1,4 @@
-"""One step of one rank: runs the actions of its device group (`autopar.step.actions`) in order.
+"""One step of one rank: runs the actions of its device group (`autopar.step.simulation.actions`) in order.
 
 There is no other order of things than this list, with and without pipeline stages, in one and in many microbatches: the
 same list is what the simulation times and what memory is predicted from.
@@ -25,7 +25,7 @@ from autopar.lower.run.layer_pass import LayerPass
 from autopar.lower.run.step_values import StageValues, StepValues
 from autopar.program import Program
 from autopar.schedules.action_lists import Action
-from autopar.step.actions import LayerAction, StepActions
+from autopar.step.simulation.actions import LayerAction, StepActions
 
 __all__ = ["BACKWARD", "FORWARD", "StepRunner", "trained_elsewhere", "trained_parameters"]
 

@@ -1,4 +1,4 @@
-"""The tail of a program as this rank runs it: once a step, behind all layers, on whole sums (`autopar.step.tail`)."""
+"""The tail of a program as this rank runs it: once a step, behind all layers, on whole sums (`variants.tail`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
 from autopar.program import Layer, Program
-from autopar.step.local_layer import whole_strategy
+from autopar.step.layer.local_layer import whole_strategy
 
 __all__ = ["Tail"]
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from autopar.schedules import Flight
 from autopar.schedules.action_lists import ScheduleActions
-from autopar.search.chain_dp import Chain, ChainLayer
-from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend
-from autopar.search.lagrangian import fastest_path, fastest_paths
-from autopar.search.limited_paths import limited_path
+from autopar.search.chain.chain_dp import Chain, ChainLayer
+from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend
+from autopar.search.chain.lagrangian import fastest_path, fastest_paths
+from autopar.search.chain.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
-from autopar.step.actions import lone_copies
+from autopar.step.simulation.actions import lone_copies
 
 __all__ = ["SHORT_CHAIN", "GroupSolver"]
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from autopar.ops import is_fused
 from autopar.program import Layer
-from autopar.search.cost_tables import CostTables, LayerCosts
-from autopar.search.layer_problem import LayerProblem, StepSettings
+from autopar.search.chain.cost_tables import CostTables, LayerCosts
+from autopar.search.layer.layer_problem import LayerProblem, StepSettings
 from autopar.search.search_context import SearchContext
-from autopar.search.space_splits import only_space
-from autopar.step.layer_cost import weight_share
+from autopar.search.settings.space_splits import only_space
+from autopar.step.costs.layer_cost import weight_share
 from autopar.step.training import is_differentiable, own_training
 
 __all__ = ["least_compute"]

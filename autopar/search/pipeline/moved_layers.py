@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from autopar.schedules.action_lists import COSTS, ScheduleSource
 from autopar.schedules.critical_paths import schedule_paths
-from autopar.search.cost_tables import path_columns
+from autopar.search.chain.cost_tables import path_columns
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults
 from autopar.search.pipeline.stage_cuts import PipelineCuts
 

@@ -21,14 +21,14 @@ import numpy.typing as npt
 from autopar.plan import Decisions, Stage
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, StageCost
-from autopar.search.candidate_sets import CandidateSet
-from autopar.search.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
-from autopar.search.lagrangian import fastest_paths
+from autopar.search.chain.candidate_sets import CandidateSet
+from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
+from autopar.search.chain.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.pipeline.schedule_estimates import Idle, idle_of, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEstimates, largest_first, span_costs
-from autopar.step.stage_costs import pipeline_step_s
+from autopar.step.costs.stage_costs import pipeline_step_s
 
 __all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "ShapeBound", "search_pipelines"]
 

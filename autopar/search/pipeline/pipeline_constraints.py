@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.errors import ConstraintError
 from autopar.program import Program
 from autopar.schedules import PipelineSchedule, Shape, find_schedule, schedule_names, schedule_problem
-from autopar.search.constraints import Constraints
+from autopar.search.settings.constraints import Constraints
 
 __all__ = ["PipelineDemands", "pipeline_demands", "stages_demanded"]
 

@@ -8,9 +8,9 @@ from itertools import takewhile
 
 from autopar.errors import ConstraintError
 from autopar.schedules import Shape, schedule_problem
-from autopar.search.constraints import check_degrees
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.search_context import SearchContext
+from autopar.search.settings.constraints import check_degrees
 
 __all__ = ["FIRST_MICROBATCHES", "PipelineNumbers", "dividing_counts"]
 

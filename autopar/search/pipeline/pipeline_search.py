@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import ScheduleSource
-from autopar.search.candidate_sets import least_returned_bytes, make_candidate_set
-from autopar.search.least_seconds import least_layers, least_of, remember_least
-from autopar.search.microbatches import TimeAssignment
+from autopar.search.chain.candidate_sets import least_returned_bytes, make_candidate_set
+from autopar.search.chain.least_seconds import least_layers, least_of, remember_least
+from autopar.search.microbatches.time_assignment import TimeAssignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.moved_layers import move_layers
 from autopar.search.pipeline.pipeline_bounds import least_step_s

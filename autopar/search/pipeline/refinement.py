@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
-from autopar.search.cost_tables import path_columns
+from autopar.search.chain.cost_tables import path_columns
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN
 from autopar.search.pipeline.moved_layers import fastest_of_shapes, move_layers
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, ShapeBound

@@ -26,7 +26,7 @@ from autopar.schedules import Shape
 from autopar.schedules.action_lists import COSTS, ScheduleActions
 from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
-from autopar.search.cost_tables import CostTables, LayerCosts
+from autopar.search.chain.cost_tables import CostTables, LayerCosts
 from autopar.search.pipeline.bound_multipliers import MultiplierSearch
 
 __all__ = ["relaxed_bounds", "takes_longer"]

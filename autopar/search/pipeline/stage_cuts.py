@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Flight, Shape
-from autopar.search.cost_tables import CostTables
+from autopar.search.chain.cost_tables import CostTables
 
 __all__ = ["PipelineCuts", "SpanCosts", "StageEstimates", "largest_first", "span_costs"]
 

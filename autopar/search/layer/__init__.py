@@ -1,0 +1,1 @@
+"""The search inside a layer: options of ops, layouts and meshes."""

@@ -1,0 +1,1 @@
+"""Which programs may run in microbatches: the axis in time."""

@@ -1,0 +1,1 @@
+"""Seconds and bytes of layers, parameters, optimizers, stages and rows."""

@@ -1,0 +1,1 @@
+"""What ops are annotated with: factor options, what autograd saves, temporary memory."""

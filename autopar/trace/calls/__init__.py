@@ -1,0 +1,1 @@
+"""Calls of a model: arguments bound to its signature, and containers taken apart into tensors."""

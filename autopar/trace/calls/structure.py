@@ -1,0 +1,186 @@
+"""Structures of inputs and outputs: nested containers taken apart into tensors, and rebuilt.
+
+A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class
+registered with it) and, beyond that, into dataclasses that nobody registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autopar.trace.compat.flex_attention import BlockMaskForm, open_block_mask
+from autopar.trace.compat.torch_internals import flatten_one_level, unflatten
+
+__all__ = [
+    "Branch",
+    "Constant",
+    "Dropped",
+    "Leaf",
+    "Structure",
+    "carried",
+    "describe",
+    "holds_tensors",
+    "move_leaves",
+    "rebuild",
+    "walk",
+]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor: its place in the flat list, and the path of keys that leads to it."""
+
+    index: int
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Something that is no tensor and stays as it is."""
+
+    value: Any
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An object that can't be looked into; it comes back as None."""
+
+    type_name: str
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A container; `context` says how to put `children` together again."""
+
+    context: Any
+    children: tuple[Structure, ...]
+
+
+Structure = Leaf | Constant | Dropped | Branch
+
+_PLAIN = (
+    type(None), numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size,
+    torch.memory_format, range, slice, type, BlockMaskForm,
+)  # fmt: skip
+
+
+def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure, list[Tensor]]:
+    """The structure of `value` and its tensors in order.
+
+    Objects that are neither containers nor plain values become `Dropped`, or `Constant` if
+    `opaque_is_constant`.
+    """
+    tensors: list[Tensor] = []
+
+    def visit(part: Any, path: tuple[str, ...]) -> Structure:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return Leaf(len(tensors) - 1, path)
+        if isinstance(part, _PLAIN):
+            return Constant(part, path)
+        opened = flatten_one_level(part) or _open_block_mask(part) or _open_dataclass(part)
+        if opened is None:
+            return Constant(part, path) if opaque_is_constant else Dropped(type(part).__qualname__, path)
+        keys, children, context = opened
+        return Branch(context, tuple(visit(c, (*path, k)) for k, c in zip(keys, children, strict=True)))
+
+    return visit(value, ()), tensors
+
+
+def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
+    """The inverse of `describe`: containers of the same classes around `entries`, one per tensor."""
+    if isinstance(structure, Leaf):
+        return entries[structure.index]
+    if isinstance(structure, Constant):
+        return structure.value
+    if isinstance(structure, Dropped):
+        return None
+    children = [rebuild(child, entries) for child in structure.children]
+    if isinstance(structure.context, _DataclassContext):
+        return structure.context.build(children)
+    if structure.context is BlockMaskForm:
+        return children[-1].build(children[:-1])
+    return unflatten(children, structure.context)
+
+
+def walk(structure: Structure) -> list[Leaf | Constant | Dropped]:
+    """The ends of `structure`, in order."""
+    if isinstance(structure, Branch):
+        return [end for child in structure.children for end in walk(child)]
+    return [structure]
+
+
+@dataclass(frozen=True)
+class _DataclassContext:
+    kind: type[Any]
+    names: tuple[str, ...]
+
+    def build(self, children: Sequence[Any]) -> Any:
+        # Not through __init__: it may take other arguments, and its work is already in the fields.
+        made: Any = object.__new__(self.kind)
+        for name, child in zip(self.names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether there are tensors in the attributes of an object, or in those of what it holds."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return True
+        if id(part) in seen or isinstance(part, _PLAIN):
+            continue
+        seen.add(id(part))
+        waiting.extend(getattr(cast("object", part), "__dict__", {}).values())
+        if isinstance(part, Mapping):
+            waiting.extend(cast("Mapping[Any, Any]", part).values())
+        elif isinstance(part, list | tuple | set):
+            waiting.extend(cast("Iterable[Any]", part))
+    return False
+
+
+def move_leaves(structure: Structure, places: int) -> Structure:
+    """The same structure of tensors that are so many places further back in the flat list."""
+    if isinstance(structure, Leaf):
+        return dataclasses.replace(structure, index=structure.index + places)
+    if isinstance(structure, Branch):
+        return Branch(structure.context, tuple(move_leaves(child, places) for child in structure.children))
+    return structure
+
+
+def carried(structure: Structure) -> list[int]:
+    """The places of tensors in containers whose class says that they go from call to call (``is_carried``)."""
+    if not isinstance(structure, Branch):
+        return []
+    if getattr(getattr(structure.context, "type", None), "is_carried", False):
+        return [end.index for end in walk(structure) if isinstance(end, Leaf)]
+    return [place for child in structure.children for place in carried(child)]
+
+
+def _open_block_mask(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    opened = open_block_mask(value)
+    if opened is None:
+        return None
+    captured, form = opened
+    keys = (*(f"captured_{place}" for place in range(len(captured))), "mask_mod")
+    return keys, (*captured, form), BlockMaskForm
+
+
+def _open_dataclass(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+    return names, [getattr(value, name) for name in names], _DataclassContext(type(value), names)

@@ -1,0 +1,1 @@
+"""Mixtures of experts that a graph computes op by op become one op."""

@@ -1,0 +1,1 @@
+"""From a module to a graph of functional ops."""

@@ -1,0 +1,446 @@
+"""From a module and example inputs to an exported graph, without touching the module or computing anything."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.objects.references import redirect
+from autopar.trace.calls.model_outputs import AssignedAttribute
+from autopar.trace.calls.signature import CallForm, ReadValues
+from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
+from autopar.trace.compat import export_shortcuts, torch_internals
+from autopar.trace.compat.flex_attention import dense_flex_attention
+from autopar.trace.compat.source_lines import user_frame, user_line
+from autopar.trace.export.decomposition import Functional, decompose
+from autopar.trace.export.repeated_calls import RepeatedCalls
+from autopar.trace.module_attributes.assigned_attributes import AttributeWatch, Changed
+from autopar.trace.module_attributes.assigned_buffers import written_assignments
+from autopar.trace.module_attributes.attribute_reads import Reads, recorded_reads
+from autopar.trace.module_attributes.hooked_tensors import notes_on_kept_tensors
+from autopar.trace.python_values.asked_values import AskedValues, Questions
+from autopar.trace.python_values.host_draws import refuse_host_draws
+from autopar.trace.python_values.read_inputs import (
+    MOST_COMPUTED,
+    UnansweredError,
+    ValueReadError,
+    inputs_behind,
+    known_values,
+    with_values_of,
+)
+from autopar.trace.python_values.tracing_questions import UndecidedMaskError, answered_as_called
+from autopar.trace.python_values.unknown_numbers import Names, noted_conversions
+from autopar.trace.python_values.value_checks import passed_checks
+from autopar.trace.torch_functions.counted_ids import counts_of_known_length
+from autopar.trace.torch_functions.ctc_loss import traced_ctc_losses
+from autopar.trace.torch_functions.custom_functions import call_as_op
+from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
+from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
+from autopar.trace.torch_functions.inner_gradients import traced_gradients
+from autopar.trace.torch_functions.multihead_attention import batch_first_attention
+from autopar.trace.torch_functions.past_autograd import PastAutograd
+from autopar.trace.torch_functions.running_statistics import written_statistics
+from autopar.trace.torch_functions.selections import Selections, refuse_output
+from autopar.trace.torch_functions.written_functions import written_functions
+
+__all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
+
+_CHECKPOINTS = (
+    "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
+    "left out: the search decides what each layer recomputes; the constraint 'recompute=full' has all layers recompute"
+)
+_FLEX_ATTENTION = (
+    "flex_attention runs as plain ops, not as its fused kernel: scaled_dot_product_attention with a mask, or with a "
+    "score_mod the products and a softmax, which hold all scores in memory"
+)
+_ASKS = (
+    "the model asks here whether it is being traced, and what it computes otherwise can't be traced: the plan has what "
+    "it computes under torch.export. If that is not what the model computes when it is called, results differ"
+)
+# Recurrent modules list their parameters again where these have been replaced, as a trace does.
+_SET_BY_RNNS = r"The tensor attributes? (self[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
+# Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
+_MOST_ENTRIES = 64
+_FAILURES = ("_subclasses.fake_tensor", "export", "_export", "fx.experimental.symbolic_shapes")  # loggers of torch
+WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported model.
+
+    Args:
+        exported: functional ATen; its modules' paths start with `WRAPPED`.
+        outputs: the structure of what the model returns.
+        classes: module path -> class name.
+        names: every name of a parameter or buffer -> the first name of the same tensor.
+        tensors: that first name -> the user's own tensor.
+        notes: what the user should know.
+        reads: attributes that the forward read, numbers and the like: path of the module, name.
+        assigned: attributes that it set; their tensors come behind those that it returned.
+        changed: attributes that it read and then set.
+        answers: what follows from inputs and is constant in the graph.
+        asked: lines that ask for what could be such a constant.
+    """
+
+    exported: Functional
+    outputs: Structure
+    classes: Mapping[str, str]
+    names: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
+    reads: frozenset[tuple[str, str]] = frozenset()
+    assigned: tuple[AssignedAttribute, ...] = ()
+    changed: tuple[Changed, ...] = ()
+    answers: tuple[ReadValues, ...] = ()
+    asked: frozenset[str] = frozenset()
+
+
+class _Wrapper(nn.Module):
+    """Calls the user's module on a flat list of tensors and returns one; export sees nothing else."""
+
+    def __init__(self, module: nn.Module, form: CallForm, autocast: torch.dtype | None, questions: AskedValues) -> None:
+        super().__init__()
+        self.questions = questions
+        self._autocast = autocast
+        self.add_module(WRAPPED, module)
+        self._form = form
+        self.records = _Records()
+        self.is_second = False
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors that the module returns."""
+        args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
+        order = kwargs.pop(FEATURE_ORDER, None)
+        self.questions.begin(tensors)
+        try:
+            with (
+                written_assignments(self.get_submodule(WRAPPED)),
+                features_in_order(order),
+                RepeatedCalls(),
+                Questions(self.questions),
+                Selections(self.questions),
+                PastAutograd(training=self.training),
+            ):
+                watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
+                if self.is_second:
+                    self._call(*args, **kwargs)
+                    watch.begin_second(self.get_submodule(WRAPPED))
+                returned = self._call(*args, **kwargs)
+        except Exception as error:  # while the trace, in which the error is looked for, is under way
+            self.records.read = inputs_behind(error, tensors)
+            raise
+        self.records.outputs, result = describe(returned)
+        if not result:
+            refuse_output(returned)
+            raise OutputError(_no_tensors(self.records.outputs))
+        found = watch.restore(len(result))
+        self.records.assigned, self.records.changed = tuple(found.assigned), tuple(found.changed)
+        return [*result, *found.tensors]
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.get_submodule(WRAPPED)
+        if self._autocast is None:
+            return module(*args, **kwargs)
+        with torch.autocast("cpu", dtype=self._autocast):
+            return module(*args, **kwargs)
+
+
+@dataclass
+class _Records:
+    outputs: Structure | None = None
+    assigned: tuple[AssignedAttribute, ...] = ()
+    changed: tuple[Changed, ...] = ()
+    reads: Reads = field(default_factory=Reads)
+    notes_once: dict[str, None] = field(default_factory=dict[str, None])
+    items: list[str] = field(default_factory=list[str])
+    read: tuple[int, ...] = ()
+    converted: dict[int, Names] = field(default_factory=dict[int, Names])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        items = tuple(
+            f"{where}: the number of a tensor that Python gets here is dropped, as nothing is computed from it: to log "
+            "it, return the tensor and call .item() outside of the model"
+            for where in dict.fromkeys(self.items)
+        )
+        return (*self.notes_once, *items)
+
+
+def capture(
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    *,
+    training: bool,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None = None,
+    settings: Sequence[Changed] | None = (),
+    answered: frozenset[str] = frozenset(),
+) -> Captured:
+    """Export a copy of `model` made of fake CPU tensors.
+
+    A model that asks whether it is being traced or compiled is told that it isn't, so that it computes what it does
+    when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
+    have values like those that a forward has given them; with None, the program is that of a call which finds what
+    another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
+    is constant.
+
+    Raises:
+        TraceError: control flow that depends on data, or something else that can't be part of one graph.
+        ExampleInputsError: the model's own code fails on inputs of these shapes.
+        OutputError: the model returns no tensor.
+    """
+    asked: list[str] = []
+    how: dict[str, Any] = {
+        "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
+    }  # fmt: skip
+    try:
+        with answered_as_called(lambda: asked.append(user_line())):
+            return _capture_once(model, form, tensors, **how)
+    except AutoparError as error:
+        if not asked or isinstance(error, UndecidedMaskError):
+            raise
+    captured = _capture_once(model, form, tensors, **how)
+    where = next((line for line in asked if line), "the model")
+    return replace(captured, notes=(*captured.notes, f"{where}: {_ASKS}"))
+
+
+def _capture_once(
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    *,
+    training: bool,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+    settings: Sequence[Changed] | None,
+    answered: frozenset[str],
+) -> Captured:
+    names, own = _tensor_names(model)
+    mode = torch_internals.fake_mode()
+    fakes: dict[int, Tensor] = {}
+
+    def swap(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
+        return fakes[id(tensor)]
+
+    questions = AskedValues(form, tensors, answered)
+    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
+    wrapper.training, wrapper.is_second = training, settings is None
+    if model.training != training:
+        wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
+    inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
+    for each in settings or ():
+        setattr(wrapper.get_submodule(WRAPPED).get_submodule(each.path), each.name, each.value())
+    with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
+        wrapper.records.reads = reads
+        exported = _export(wrapper, inputs, form)
+    assert wrapper.records.outputs is not None
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    classes = {name: type(module).__qualname__ for name, module in modules}
+    records = wrapper.records
+    notes = (*records.notes, *notes_on_kept_tensors(wrapper.get_submodule(WRAPPED)))
+    return Captured(
+        exported, wrapper.records.outputs, classes, names, own, notes, frozenset(reads.found), records.assigned,
+        records.changed, tuple(questions.reads.values()), frozenset(questions.asked),
+    )  # fmt: skip
+
+
+def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    own: dict[str, Tensor] = {}
+    members = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in members:
+        canonical = first.setdefault(id(tensor), name)
+        names[name] = canonical
+        own.setdefault(canonical, tensor)
+    return names, own
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype if dtype is not None and tensor.is_floating_point() else None
+
+
+def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch_internals.fake_tensor(mode, tensor)
+    return torch_internals.fake_parameter(mode, tensor, _cast(tensor, dtype))
+
+
+def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `model` in which every t of `members`, its parameters and buffers, is ``swap(t)``."""
+    memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
+    try:
+        made = copy.deepcopy(model, memo)
+        for module in made.modules():  # deepcopy leaves functions as they are
+            functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
+            vars(module).update(redirect(functions, memo))
+            for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
+                hooks: dict[int, Any] = vars(module)[name]
+                hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
+        return made
+    except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
+        return torch_internals.clone_tree(model, swap)
+
+
+def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
+    def note(text: str) -> None:
+        wrapper.records.notes_once.update({text: None})
+
+    def note_item() -> None:
+        wrapper.records.items.append(user_line())
+
+    def note_conversion(names: Names) -> None:
+        wrapper.records.converted[id(names)] = names
+
+    try:
+        with warnings.catch_warnings():
+            # torch's own, when it copies what it knows of the inputs
+            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+            warnings.filterwarnings("ignore", message="torch.compile is ignored when called inside torch.export")
+            warnings.filterwarnings("ignore", message=_SET_BY_RNNS)
+            with ExitStack() as patches:
+                patches.enter_context(
+                    torch_internals.intercept_autograd_functions(call_as_op, partial(note, _CHECKPOINTS))
+                )
+                patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
+                patches.enter_context(traced_ctc_losses())
+                patches.enter_context(batch_first_attention())
+                patches.enter_context(written_embedding_bags())
+                patches.enter_context(refuse_host_draws())
+                patches.enter_context(torch_internals.unchecked_values())
+                patches.enter_context(passed_checks(note))
+                patches.enter_context(torch_internals.unread_masks())
+                patches.enter_context(_known_numbers(bool(form.reads) or wrapper.questions.are_answered))
+                patches.enter_context(_unlogged())
+                patches.enter_context(torch_internals.unprinted_graphs())
+                patches.enter_context(written_statistics())
+                patches.enter_context(counts_of_known_length())
+                patches.enter_context(written_functions())
+                patches.enter_context(torch_internals.values_to_print(note_item))
+                patches.enter_context(torch_internals.intercept_lists(wrapper.questions.list_of))
+                patches.enter_context(noted_conversions(note_conversion))
+                patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
+                patches.enter_context(export_shortcuts.late_code())
+                patches.enter_context(export_shortcuts.kept_regions())
+                patches.enter_context(export_shortcuts.known_sizes())
+                patches.enter_context(export_shortcuts.known_paths())
+                exported = torch.export.export(wrapper, tuple(inputs), strict=False)
+                export_shortcuts.inline_grad_regions(exported.graph_module)
+                return decompose(exported)
+    except UnansweredError as error:
+        error.asked &= frozenset(wrapper.questions.asked)
+        raise
+    except AutoparError:
+        raise
+    except Exception as error:
+        explained = _explain(error, form, wrapper.get_submodule(WRAPPED))
+        if isinstance(explained, ValueReadError):
+            explained.inputs = wrapper.records.read
+            explained.asked = wrapper.questions.last_asked
+            explained.converted = tuple(wrapper.records.converted.values())
+        raise explained from error
+
+
+@contextmanager
+def _known_numbers(has_values: bool) -> Generator[None]:
+    """Inside, torch knows what is computed from numbers; from many, if `has_values` of the call."""
+    most = MOST_COMPUTED if has_values else _MOST_ENTRIES
+    with torch_internals.known_constants(most), known_values() if has_values else nullcontext():
+        yield
+
+
+@contextmanager
+def _unlogged() -> Generator[None]:
+    """Inside, torch doesn't print failures of its own: they are raised, or show only that something is not possible."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in _FAILURES]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _are_experts(chain: Sequence[BaseException]) -> bool:
+    """Whether these were raised in experts: every model of transformers has a form of experts."""
+    frames = (frame for error in chain for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any("Experts" in type(frame.f_locals.get("self")).__name__ for frame in frames)
+
+
+def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparError:
+    """The error for what went wrong in export, with the user's own line."""
+    chain = _chain(error)
+    own = next((e for e in chain if isinstance(e, AutoparError)), None)
+    if own is not None:
+        return own
+    where = next((w for e in reversed(chain) if (w := user_frame(traceback.extract_tb(e.__traceback__)))), "")
+    cause = chain[-1]
+    text = str(cause).strip().split("\n")[0]
+    if _needs_a_number(chain) or "data-dependent" in str(error).lower():
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "_experts_implementation", None) == "eager" and _are_experts(chain):
+            return TraceError(
+                f"{where or 'the model'}: eager experts look up in Python which of them got tokens, so the model is "
+                "not one graph. Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"
+            )
+        needs = ValueReadError(
+            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
+            "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "
+            "plain Python argument; shapes must not depend on values"
+        )
+        needs.where = where
+        return needs
+    if "at least two devices" in text and "meta" in text:
+        return TraceError(
+            f"{where or 'the model'}: a tensor on the meta device is no parameter and no buffer ({text}): register "
+            "it with register_buffer, or make it in forward"
+        )
+    if where and not type(cause).__module__.startswith("torch."):
+        return ExampleInputsError(
+            f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
+            f"{form.inputs_text} and is called as {form.signature_text}"
+        )
+    return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
+
+
+def _needs_a_number(chain: Sequence[BaseException]) -> bool:
+    """Whether Python was given a number that the trace doesn't know, where it takes none (sets and keys of dicts)."""
+    symbols = [kind.__name__ for kind in torch_internals.SYMBOLIC]
+    is_taken_wrong = isinstance(chain[-1], TypeError) and any(name in str(chain[-1]) for name in symbols)
+    return is_taken_wrong or any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _no_tensors(outputs: Structure) -> str:
+    dropped = [end for end in walk(outputs) if isinstance(end, Dropped)]
+    assert not any(isinstance(end, Leaf) for end in walk(outputs))
+    result = ", ".join(end.type_name for end in dropped) or "constants only"
+    return (
+        f"the model returns no tensor that a parallel program can carry out ({result}). Return tensors, or tuples, "
+        "lists, dicts or dataclasses of tensors"
+    )

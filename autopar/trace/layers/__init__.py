@@ -1,0 +1,1 @@
+"""Cutting a program into layers, and finding the layers that run the same."""

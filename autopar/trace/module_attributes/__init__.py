@@ -1,0 +1,1 @@
+"""What a forward reads from its modules, and what it sets there."""

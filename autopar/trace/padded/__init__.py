@@ -1,0 +1,1 @@
+"""Whether a program for padded inputs computes what one for shorter inputs does."""

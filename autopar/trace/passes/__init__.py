@@ -1,0 +1,1 @@
+"""Passes that write a graph so that it splits better, and computes the same."""

@@ -1,0 +1,93 @@
+"""Folding: what is computed from constants alone is computed here, on the CPU; from buffers as well, once a step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autopar.program import Op, Ref
+from autopar.trace.graph import Graph, Names, rename
+from autopar.trace.passes.cleanup import merge_equal_ops
+from autopar.trace.passes.constants import Evaluator, constant_cone, step_cone
+
+__all__ = ["copy_what_leaves", "fold_constants", "hoist_buffer_ops", "share_equal_constants"]
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Replace what is known by constants."""
+    cone = constant_cone(graph)
+    roots: dict[str, None] = {}
+    for op in graph.ops:
+        if not cone.issuperset(op.results):
+            roots.update((name, None) for name in op.operands if name in cone)
+    roots.update((name, None) for name in (*graph.outputs, *graph.updates.values()) if name in cone)
+    evaluator = Evaluator(graph)
+    folded = {name: evaluator.value(name) for name in roots}
+    return replace(
+        graph,
+        ops=tuple(op for op in graph.ops if not cone.issuperset(op.results) or not op.results),
+        roles={**graph.roles, **dict.fromkeys(folded, "constant")},
+        constants={**graph.constants, **folded},
+    )
+
+
+def hoist_buffer_ops(graph: Graph) -> Graph:
+    """Take what is computed from buffers alone out of the layers, which then read its results as constants.
+
+    What leaves the program stays, to be put out by a layer.
+    """
+    cone = step_cone(graph) - graph.read_at_end
+    groups = {
+        op.name: 0 if op.results and cone.issuperset(op.results) else place
+        for place, op in enumerate(graph.ops, start=1)
+    }
+    merged = merge_equal_ops(graph, within=groups)
+    hoisted = tuple(op for op in merged.ops if groups[op.name] == 0)
+    results = (name for op in hoisted for name in op.results)
+    return replace(
+        merged,
+        ops=tuple(op for op in merged.ops if groups[op.name]),
+        hoisted=hoisted,
+        roles={**merged.roles, **dict.fromkeys(results, "constant")},
+    )
+
+
+def copy_what_leaves(graph: Graph) -> Graph:
+    """Have an op put out each constant, parameter and buffer that the model returns, or gives a buffer."""
+    state = {"constant", "parameter", "buffer"}
+    leaving = [name for name in dict.fromkeys(graph.outputs) if graph.roles.get(name) in state]
+    leaving += [name for name in dict.fromkeys(graph.updates.values()) if graph.roles.get(name) in state]
+    names = Names(graph)
+    copies = {name: names.fresh(f"{name}_copy") for name in leaving}
+    ops = [Op(copy, "aten.clone.default", (Ref(name),), (), (copy,)) for name, copy in copies.items()]
+    return replace(
+        graph,
+        ops=(*graph.ops, *ops),
+        types={**graph.types, **{copy: graph.types[name] for name, copy in copies.items()}},
+        outputs=tuple(copies.get(name, name) for name in graph.outputs),
+        updates={buffer: copies.get(name, name) for buffer, name in graph.updates.items()},
+    )
+
+
+def share_equal_constants(graph: Graph) -> Graph:
+    """Keep one of several constants that are equal."""
+    first: dict[object, str] = {}
+    same: dict[str, str] = {}
+    for name, tensor in graph.constants.items():
+        owner = first.setdefault(_content_key(tensor), name)
+        if owner != name:
+            same[name] = owner
+    return rename(graph, same)
+
+
+def _content_key(tensor: Tensor) -> object:
+    if tensor.device.type == "meta":
+        return id(tensor)
+    # Dims that only repeat (stride 0) are hashed once.
+    core = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())]
+    core = core.clone(memory_format=torch.contiguous_format).reshape(-1)
+    digest = hashlib.sha256(bytes(core.view(torch.uint8).numpy()) if core.numel() else b"")
+    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What a forward asks in Python of tensors whose values a trace doesn't know."""

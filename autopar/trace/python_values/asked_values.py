@@ -1,0 +1,177 @@
+"""Questions of a forward whose answers follow from inputs alone: which images are padding, is any token global.
+
+A trace does not know the answers.  Where it can't go on without one, it is made again, and the ops that lead from
+inputs to the question (`Computation`) are run on the inputs of the call: the answer is a constant of the trace, and
+later calls compute theirs, to be compared with it.  Questions are told apart by the user's line that asks.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from autopar.trace.calls.input_computations import Computation, Operand, Step, map_arguments
+from autopar.trace.calls.signature import MOST_READ, CallForm, ReadValues
+from autopar.trace.compat import torch_internals, torch_recording
+from autopar.trace.compat.source_lines import user_line
+from autopar.trace.python_values.read_inputs import UnansweredError
+from autopar.trace.python_values.recorded_computations import computation_of
+
+__all__ = ["AskedValues", "Questions"]
+
+_NUMBERS = ("item", "__bool__", "__int__", "__index__", "__float__")
+_FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty"})
+_WITH_SIZES = _FACTORIES | {
+    "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "view", "reshape", "expand",
+}  # fmt: skip
+"""Functions that read numbers of tensors where Python does not see it; those that are no factories of a tensor."""
+_PLACES = frozenset({"nonzero", "argwhere", "where"})
+
+
+class AskedValues:
+    """The questions of one trace, and what is answered.
+
+    Attributes:
+        asked: the lines that ask what could be answered, in order.
+        sizes: those whose answers are sizes.
+        reads: the answers that were given, by what gives them.
+    """
+
+    def __init__(self, form: CallForm, given: Sequence[Tensor], answered: frozenset[str]) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            form: of the call that is traced.
+            given: its tensors.
+            answered: the lines whose questions are answered.
+        """
+        self._names = form.names
+        self._given = form.cast_inputs(given)
+        self._answered = answered
+        self._places: dict[fx.Node, int] = {}
+        self.asked: list[str] = []
+        self.sizes: set[str] = set()
+        self.reads: dict[Computation, ReadValues] = {}
+
+    @property
+    def are_answered(self) -> bool:
+        """Whether any is."""
+        return bool(self._answered)
+
+    def begin(self, traced: Sequence[Tensor]) -> None:
+        """`traced` are the tensors of the trace that stand for the call's."""
+        recorder = torch_recording.recorder()
+        # Now: an op that gives a tensor as it is becomes what the tensor comes from.
+        nodes = [None if recorder is None else recorder.node_of(x) for x in traced]
+        self._places = {node: place for place, node in enumerate(nodes) if node is not None}
+        self.reads.clear()
+
+    def computation_of(self, x: Tensor) -> Computation | None:
+        """See `recorded_computations.computation_of`."""
+        recorder = torch_recording.recorder()
+        return None if recorder is None else computation_of(recorder, x, self._places)
+
+    def is_constant(self, x: Tensor) -> bool:
+        """Whether `x` is the same in every call of these shapes, such as a mask that forward makes of sizes."""
+        computation = self.computation_of(x)
+        return computation is not None and not computation.places
+
+    @property
+    def last_asked(self) -> frozenset[str]:
+        """The lines to answer where a trace ends: that which asked last, or whose sizes it may have ended at."""
+        return frozenset([*self.asked[-1:], *self.sizes])
+
+    def answer(self, x: Tensor, *, are_places: bool = False, is_size: bool = False) -> Tensor | None:
+        """What is in `x`, or where it is not zero ([entries, dims]), as a tensor whose values the trace knows.
+
+        None if this does not follow from inputs alone, or the line's questions stay open.
+
+        Raises:
+            UnansweredError: the line's questions are to be answered, but the inputs of the call have no values here,
+                or it is too much.
+        """
+        computation = self.computation_of(x)
+        if computation is None or (computation.places and (x.is_floating_point() or x.is_complex())):
+            return None
+        where = user_line()
+        if where not in self._answered:
+            self.asked.append(where)
+            self.sizes |= {where} if is_size else set()
+            return None
+        if are_places:
+            last = Operand(len(computation.places) + len(computation.steps) - 1)
+            if not computation.steps:
+                last = Operand(0)
+            step = Step("aten.nonzero.default", (last,))
+            computation = Computation(computation.places, (*computation.steps, step))
+        if not computation.places:  # the same in every call of these shapes
+            with torch_internals.plain_tensors():
+                known = computation.known(())
+            return None if known is None else known.tensor()
+        read = self.reads.get(computation) or self._read(computation, where)
+        self.reads[computation] = read
+        return read.known.tensor()
+
+    def _read(self, computation: Computation, where: str) -> ReadValues:
+        with torch_internals.plain_tensors():
+            known = computation.known(self._given)
+        names = ", ".join(repr(self._names[place]) for place in computation.places)
+        if known is None:
+            raise UnansweredError(
+                f"{where}: Python needs a value here that follows from input {names}, which has no values here: pass "
+                "example inputs with values. The plan is then for what follows from them, and calls with another "
+                "answer are planned when they come"
+            )
+        num_read = sum(len(read.known.values) for read in self.reads.values()) + len(known.values)
+        if num_read > MOST_READ:
+            raise UnansweredError(
+                f"{where}: Python needs {len(known.values):,} numbers here that follow from input {names}, so that a "
+                f"plan would be for more than {MOST_READ:,} of them: compute what needs them outside of the model"
+            )
+        return ReadValues(computation, known, where)
+
+    def list_of(self, x: Tensor, plain: Callable[[Tensor], Any]) -> Any:
+        """``x.tolist()``, which is ``plain(x)`` where this is no question that is answered."""
+        known = self.answer(x) if torch_recording.recorder() else None
+        return plain(x if known is None else known)
+
+
+class Questions(TorchFunctionMode):
+    """In this context, numbers of tensors and places of entries are what `asked` answers."""
+
+    def __init__(self, asked: AskedValues) -> None:
+        """Nothing is asked yet."""
+        super().__init__()
+        self._asked = asked
+        # As they are now: tracing replaces some of them.
+        self._numbers = frozenset(getattr(Tensor, name) for name in _NUMBERS)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What `func` gives."""
+        del types
+        named = kwargs or {}
+        name = getattr(func, "__name__", "")
+        x = args[0] if args else named.get("input")
+        if name in _WITH_SIZES:
+            own = 0 if name in _FACTORIES else 1
+            args = (*args[:own], *map_arguments(tuple(args[own:]), self._size))
+            named = {key: map_arguments(arg, self._size) for key, arg in named.items()}
+        if func in self._numbers and isinstance(x, Tensor):
+            known = self._asked.answer(x)
+            return func(*args, **named) if known is None else func(known)
+        if name in _PLACES and isinstance(x, Tensor) and (name != "where" or len(args) + len(named) == 1):
+            places = self._asked.answer(x, are_places=True, is_size=True)
+            if places is not None:
+                return places.unbind(1) if name == "where" or named.get("as_tuple") else places
+        return func(*args, **named)
+
+    def _size(self, x: Any) -> Any:
+        known = self._asked.answer(x, is_size=True) if isinstance(x, Tensor) and not x.dim() else None
+        return x if known is None else cast("int", known.item())

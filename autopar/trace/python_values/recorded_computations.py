@@ -1,0 +1,140 @@
+"""What leads to a tensor of the trace under way, and from inputs, as a computation that later calls run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental import proxy_tensor
+
+from autopar.trace.calls.input_computations import Computation, Operand, Step, map_arguments
+from autopar.trace.compat import torch_internals
+from autopar.trace.compat.torch_recording import Recorder
+
+__all__ = ["computation_of", "depend_on_calls"]
+
+_NAMES = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+_OF_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
+"""Ops that read no entry of what they are given."""
+
+
+def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]) -> Computation | None:
+    """What leads from inputs, with their `places`, to a tensor of the trace under way.
+
+    None if it follows from anything else as well, such as parameters or random numbers, if an input is written to, or
+    if floats are rounded.  A computation without inputs is one of constants, such as a mask that forward makes itself.
+    """
+    last = recording.node_of(x)
+    if last is None:
+        return None
+    needed = _behind(recording.graph, [last])
+    own = [node for node in needed if node in places]
+    results: dict[fx.Node, Any] = {node: Operand(index) for index, node in enumerate(own)}
+    steps: list[Step] = []
+    memory = {key for node in own for key in _memory_of(node)}
+
+    def given(arg: Any) -> Any:
+        return results[arg] if isinstance(arg, fx.Node) else arg
+
+    for node in needed:
+        if node in results:
+            continue
+        if node.op == "get_attr":
+            constant = recording.constant_of(node)
+            if constant is None:
+                return None
+            results[node] = constant
+            continue
+        if not _can_be_repeated(node) or _is_rounding(node) or not memory.isdisjoint(_written_by(node)):
+            return None
+        target = "getitem" if node.target is getitem else str(node.target)
+        kwargs = tuple((name, map_arguments(arg, given)) for name, arg in node.kwargs.items())
+        results[node] = Operand(len(own) + len(steps))
+        steps.append(Step(target, map_arguments(node.args, given), kwargs))
+    if not own and not steps:
+        return None
+    if steps and results[last] != Operand(len(own) + len(steps) - 1):  # written to since: the result comes last
+        steps.append(Step("aten.alias.default", (results[last],)))
+    return Computation(tuple(places[node] for node in own), tuple(steps))
+
+
+def depend_on_calls(
+    tensors: Sequence[Tensor], *, constants_too: bool = False, other_than: Sequence[Tensor] = ()
+) -> bool:
+    """Whether tensors of a trace under way follow from inputs, parameters, buffers or random numbers.
+
+    With `constants_too`, those that follow from other tensors that exist before the call do so, too; those that follow
+    from `other_than`, which exist before it, don't.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+
+    def nodes_of(some: Sequence[Tensor]) -> list[fx.Node]:
+        slots: list[Any] = [] if mode is None else [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in some]
+        return [slot.proxy.node for slot in slots if slot is not None]
+
+    given = ("placeholder", "get_attr") if constants_too else ("placeholder",)
+    others = {node for node in nodes_of(other_than) if node.op == "placeholder"}
+    last = nodes_of(tensors)
+    return any(
+        node.op in given or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in (_behind(last[0].graph, last, past_shapes=False) if last else ())
+        if node not in others
+    )
+
+
+def _can_be_repeated(node: fx.Node) -> bool:
+    """Whether it is an op that gives the same with the same operands."""
+    if node.op != "call_function":
+        return False
+    target = cast("Any", node.target)
+    is_plain = torch_internals.is_plain_op(target) and torch.Tag.nondeterministic_seeded not in target.tags
+    return target is getitem or is_plain
+
+
+def _is_rounding(node: fx.Node) -> bool:
+    """Whether it makes integers of floats, which are others in every batch; to compare them gives truth values."""
+    kinds = {x.dtype for x in _tensors(node)}
+    has_integers = any(not kind.is_floating_point and kind != torch.bool for kind in kinds)
+    return has_integers and any(x.is_floating_point() for each in node.all_input_nodes for x in _tensors(each))
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    leaves, _ = torch_internals.flatten(node.meta.get("val"))
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _behind(graph: fx.Graph, last: Sequence[fx.Node], *, past_shapes: bool = True) -> list[fx.Node]:
+    """The nodes that the values of `last` follow from now, in order: with those that write to what these read.
+
+    Without `past_shapes`, not those of which only shapes are read.
+    """
+    needed: set[fx.Node] = set()
+    memory: set[int] = set()
+    writes = [node for node in graph.nodes if _written_by(node)]
+    waiting = [*last]
+    while waiting:
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                memory |= _memory_of(node)
+                if past_shapes or getattr(node.target, "overloadpacket", None) not in _OF_SHAPES:
+                    waiting.extend(node.all_input_nodes)
+        waiting = [node for node in writes if node not in needed and not memory.isdisjoint(_written_by(node))]
+    return [node for node in graph.nodes if node in needed]
+
+
+def _memory_of(node: fx.Node) -> set[int]:
+    return {torch_internals.storage_key(x) for x in _tensors(node)}
+
+
+def _written_by(node: fx.Node) -> set[int]:
+    """The memory of what an op writes to."""
+    target = cast("Any", node.target)
+    if node.op != "call_function" or not torch_internals.is_plain_op(target) or not torch_internals.writes(target):
+        return set()
+    written = [node.args[at] for at in torch_internals.shared(target) if at < len(node.args)]
+    return {key for arg in written if isinstance(arg, fx.Node) for key in _memory_of(arg)}

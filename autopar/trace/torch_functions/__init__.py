@@ -1,0 +1,1 @@
+"""Functions of torch whose calls are traced in another way."""
