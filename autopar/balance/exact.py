@@ -12,7 +12,7 @@ FEW = 10  # sequences: of 10 there are at most 115,975 partitions, of which boun
 _STEPS = 20_000  # places tried, about 20 ms: where bounds leave more, the best so far stays
 
 
-class _Search:
+class _DepthFirst:
     """Depth first, sequences in the order of `Places.order`; equal groups and rows are tried once."""
 
     def __init__(self, places: Places, best_s: float) -> None:
@@ -71,7 +71,7 @@ def improve_exactly(places: Places, packed: Packed | None, bound_s: float = 0.0)
     best_s = np.inf if packed is None else float(packed.load.max())
     if packed is not None and best_s <= bound_s * (1 + 1e-12):
         return packed, True
-    search = _Search(places, best_s)
+    search = _DepthFirst(places, best_s)
     search.run()
     if search.best:
         packed = Packed.empty(places)

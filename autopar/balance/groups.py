@@ -75,7 +75,7 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
     best = trials[0]  # groups of the largest degree alone are one
     for trial in trials[:_EVENED]:
         packed = even_out(trial.places, trial.packed, bound_s)
-        best = min(best, _Trial(trial.places, packed, trial.fixed_s), key=lambda each: each.step_s)
+        best = min(best, _GroupTrial(trial.places, packed, trial.fixed_s), key=lambda each: each.step_s)
     places, packed, is_exact = best.places, best.packed, False
     is_work_alone = len({cost.step_s for cost in costs}) == 1 and not any(cost.microbatch_s for cost in costs)
     if len(tokens) <= FEW and devices <= _FEW_DEVICES and is_work_alone:
@@ -83,7 +83,7 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
     return Groups(degrees[places.kind], packed, places.rows, best.fixed_s, bound_s, is_exact)
 
 
-def _trials(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray, work: np.ndarray) -> Iterator[_Trial]:
+def _trials(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray, work: np.ndarray) -> Iterator[_GroupTrial]:
     """Groups with as many microbatches as could be worth it, fewer ones first; `costs` by falling degree."""
     degrees = np.array([cost.degree for cost in costs])
     best_s = np.inf
@@ -99,13 +99,13 @@ def _trials(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray, work: 
             places = Places(kind, rows, room, tokens, work)
             packed = longest_first(places)
             if packed is not None:
-                trial = _Trial(places, packed, fixed_s)
+                trial = _GroupTrial(places, packed, fixed_s)
                 best_s = min(best_s, trial.step_s)
                 yield trial
 
 
 @dataclass(frozen=True, eq=False)
-class _Trial:
+class _GroupTrial:
     places: Places
     packed: Packed
     fixed_s: float

@@ -50,7 +50,7 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
         >>> loader = autopar.shard_dataloader(DataLoader(dataset, batch_size=64, shuffle=True), model)
     """
     inputs, sampler = unsharded_parts(loader, model)
-    share = _Share(model.data_rank, model.data_parallel_size)
+    share = _RankShare(model.data_rank, model.data_parallel_size)
     made = remade(loader, f"Sharded{type(loader).__name__}", WithEpochs)
     given: Any = loader  # torch's annotations are incomplete
     attributes: Any = made.__dict__
@@ -62,7 +62,7 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
     draws = AgreedDraws(inputs, sampler)
     if batch_sampler is None or collate == "batch":
         made.collate_fn = _CutBatch(given.collate_fn, share)
-        share = _Share(0, 1)
+        share = _RankShare(0, 1)
     elif isinstance(batch_sampler, BucketSampler):  # a rank without rows has the shape of this batch, not of any
         attributes["dataset"] = _SamplesOrForm(given.dataset)
         made.collate_fn = _CollateSamples(given.collate_fn)
@@ -119,7 +119,7 @@ class WithEpochs:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankShare:
     rank: int
     size: int
 
@@ -130,7 +130,7 @@ class _Share:
         return items[self.of(len(items))]
 
     def take_or_form(self, items: list[Any]) -> list[Any]:
-        return self.take(items) or _Form(items[:1])
+        return self.take(items) or _RowForm(items[:1])
 
 
 # --- collating
@@ -150,7 +150,7 @@ class _CollateOwn:
         return cut_rows(one, slice(0, 0), 1)
 
 
-class _Form(list[Any]):
+class _RowForm(list[Any]):
     """One index, or sample, that shows the form of rows, of which a rank has none."""
 
 
@@ -169,7 +169,7 @@ class _SamplesOrForm:
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         many = getattr(self.base, "__getitems__", None)
         samples = [self.base[index] for index in indices] if many is None else many(indices)
-        return _Form(samples) if isinstance(indices, _Form) else samples
+        return _RowForm(samples) if isinstance(indices, _RowForm) else samples
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _CollateSamples:
 
     def __call__(self, items: Any) -> Any:
         batch = self.base(items)
-        return cut_rows(batch, slice(0, 0), 1) if isinstance(items, _Form) else batch
+        return cut_rows(batch, slice(0, 0), 1) if isinstance(items, _RowForm) else batch
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _CollateSome:
     """Collates those of the samples of a batch that are this rank's."""
 
     base: Callable[[Any], Any]
-    share: _Share
+    share: _RankShare
 
     def __call__(self, items: Any) -> Any:
         own = self.share.take(items)
@@ -200,7 +200,7 @@ class _CutBatch:
     """Collates the whole batch, and takes this rank's rows of it."""
 
     base: Callable[[Any], Any]
-    share: _Share
+    share: _RankShare
 
     def __call__(self, items: Any) -> Any:
         batch = self.base(items)

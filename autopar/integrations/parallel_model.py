@@ -76,12 +76,12 @@ def parallelize_over_ranks(
     return parallelize(model, mesh, example() if inputs is None else inputs, **known)
 
 
-class _Call(Exception):  # noqa: N818  (stops what made the call)
+class _Arguments(Exception):  # noqa: N818  (stops what made the call)
     """A call's args and kwargs."""
 
 
 def _give_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    raise _Call(args, kwargs)
+    raise _Arguments(args, kwargs)
 
 
 def inputs_of_call(module: nn.Module, run: Callable[[], Any], device: torch.device) -> Any:
@@ -93,7 +93,7 @@ def inputs_of_call(module: nn.Module, run: Callable[[], Any], device: torch.devi
     try:
         with draws_kept(device), torch.no_grad():
             run()
-    except _Call as call:
+    except _Arguments as call:
         args, kwargs = call.args
         if args and kwargs:
             return inspect.signature(module.forward).bind(*args, **kwargs).arguments

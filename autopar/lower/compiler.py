@@ -66,7 +66,7 @@ def compile_graph(
     def inner_compile(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         # The compiler changes graphs, so they are read first.
         is_forward = with_gradients and not kwargs.get("is_backward")
-        saving = _Saving.of(graph) if saves_only and is_forward else None
+        saving = _SavedPart.of(graph) if saves_only and is_forward else None
         note, note_saving = noting(graph), noting(saving.graph) if saving else None
         whole: Any = inductor.compile_fx_inner(graph, *args, **kwargs)
         run = run_saving = noted(note, whole)
@@ -95,7 +95,7 @@ def compile_graph(
 
 
 @dataclass(frozen=True)
-class _Saving:
+class _SavedPart:
     """The part of a forward that makes what is saved for backward.
 
     Args:
@@ -109,7 +109,7 @@ class _Saving:
     num_results: int
 
     @staticmethod
-    def of(whole: fx.GraphModule) -> _Saving | None:
+    def of(whole: fx.GraphModule) -> _SavedPart | None:
         """That of a forward as AOTAutograd made it; None if that is all of it."""
         output = whole.graph.output_node()
         put_out: Any = output.args[0]
@@ -126,7 +126,7 @@ class _Saving:
         if len(made.nodes) == count:
             return None
         results = {place: put_out[place].meta["val"] for place in own}
-        return _Saving(fx.GraphModule(whole, made), results, len(put_out))
+        return _SavedPart(fx.GraphModule(whole, made), results, len(put_out))
 
     def compiled(self, inductor: Any, whole: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any] | None:
         """It puts out tensors without data for the program's own results; None if it would save tensors that lie

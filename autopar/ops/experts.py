@@ -169,7 +169,7 @@ def in_double(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ExpertsCall:
     """The lists of one call with their types."""
 
     ids: TensorType
@@ -181,7 +181,7 @@ class _Call:
     body: Body
 
     @classmethod
-    def of(cls, op: Op, operands: Types) -> _Call:
+    def of(cls, op: Op, operands: Types) -> _ExpertsCall:
         rest = iter(operands[1:-1])
         reads, experts, others = (
             tuple(next(rest) for _ in cast("tuple[Arg, ...]", op.args[position])) for position in (1, 2, 3)
@@ -297,7 +297,7 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     """Splits by tokens; by experts, with all rows on each device; by experts and tokens, with rows that are sent; and
     by the inner width.
     """
-    call = _Call.of(op, operand_types)
+    call = _ExpertsCall.of(op, operand_types)
 
     def line(rows: str, experts: str, members: str, remarks: str) -> str:
         lists = (_dims(call.reads, rows), experts, _dims(call.others, "_"))
@@ -330,7 +330,7 @@ def _dims(kinds: Types, first: str) -> str:
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
     """The FLOPs of its products, and the bytes of its other ops and of the gathers before and after them."""
-    call = _Call.of(op, operands)
+    call = _ExpertsCall.of(op, operands)
     matrices = [call.experts[index] for index in call.body.products()]
     flops = sum(2.0 * call.num_rows * kind.shape[1] * kind.shape[2] for kind in matrices)
     read_row, made_row = (sum(math.prod(k.shape[1:]) * itemsize_bytes(k.dtype) for k in kinds)
@@ -364,7 +364,7 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     )
 
 
-def _around(call: _Call, read_row: float, made_row: float) -> float:
+def _around(call: _ExpertsCall, read_row: float, made_row: float) -> float:
     """Bytes read and written to add up the rows of each token, and to fill and to empty what is sent.
 
     Where tokens are sent, each copy is read and written once more, and so is its sum on the way back, whereas rows are
@@ -384,7 +384,7 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
     """Forward: rows that are sent and received.  Backward: gradients of inner values.  Kept: the bytes that autograd
     saves in addition because of imbalance, less those that slices of the width save.
     """
-    call = _Call.of(op, operands)
+    call = _ExpertsCall.of(op, operands)
     made = sum_bytes(results[:1])
     rows = 2.0 * call.growth * call.body.summed * made
     narrow = call.body.width.kept_bytes if call.body.width else 0.0
@@ -400,7 +400,7 @@ def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ..
     """On each axis the maximum of all devices' numbers of rows first; then ids and the tensors that rows read, and
     their results back: a token once for each place on that axis, and those further out, that it has experts at.
     """
-    call = _Call.of(op, operands)
+    call = _ExpertsCall.of(op, operands)
     copies, rows = call.copies, call.ids.shape[0]
     collectives = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),

@@ -34,7 +34,7 @@ X = "x"
 """The operand of an op in a chain."""
 
 
-class _Call(NamedTuple):
+class _LossCall(NamedTuple):
     """The arguments of one call that aren't tensors, and whether there is a bias."""
 
     chain: tuple[Op, ...]
@@ -64,7 +64,7 @@ def linear_cross_entropy(like: Op, product: Op, hidden: str, target: str, chain:
     )
 
 
-def _read(op: Op) -> _Call:
+def _read(op: Op) -> _LossCall:
     _, _, bias, _, _, chain, ignore_index, label_smoothing, tokens = op.args[:9]
     ops: list[Op] = []
     for entry in cast("tuple[tuple[str, Arg, tuple[tuple[str, Arg], ...], tuple[int, ...]], ...]", chain):
@@ -72,7 +72,9 @@ def _read(op: Op) -> _Call:
         piece_op = Op("piece", target, cast("tuple[Arg, ...]", args), kwargs, ("y",), saves=saves)
         ops.append(piece_op.map_args(lambda arg: Ref(X) if arg == X else arg))
     is_biased = isinstance(bias, Ref)
-    return _Call(tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens), is_biased)
+    return _LossCall(
+        tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens), is_biased
+    )
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
@@ -99,7 +101,7 @@ def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
     return tuple(replace(c, phase=phase, drop_dims=drop_dims, piece=call.tokens) for phase in phases for c in of_loss)
 
 
-def _piece_types(call: _Call, operands: Types, rows: int) -> list[TensorType]:
+def _piece_types(call: _LossCall, operands: Types, rows: int) -> list[TensorType]:
     """The local types of the logits of `rows` tokens, and of the result of each op of the chain."""
     dtype = operands[0].dtype
     types = [TensorType((rows, operands[1].shape[0]), dtype)]
@@ -114,7 +116,7 @@ def _num_tokens(operands: Types) -> int:
     return operands[0].num_elements // max(1, operands[0].shape[-1])
 
 
-def _pieces(call: _Call, operands: Types) -> Iterator[tuple[int, int]]:
+def _pieces(call: _LossCall, operands: Types) -> Iterator[tuple[int, int]]:
     """(number of tokens, number of pieces with so many tokens), for full pieces and the rest."""
     full, rest = divmod(_num_tokens(operands), call.tokens)
     yield from ((rows, times) for rows, times in ((call.tokens, full), (rest, 1)) if rows and times)

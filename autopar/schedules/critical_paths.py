@@ -49,7 +49,7 @@ class SchedulePaths(NamedTuple):
     begins: npt.NDArray[np.intp]
 
 
-class _Graph(NamedTuple):
+class _DependencyGraph(NamedTuple):
     """The dependency graph of a schedule, whose nodes are computing actions and transfers in topological order.
 
     Args:
@@ -125,9 +125,9 @@ def moments(actions: ScheduleActions, num_stages: int) -> Array:
     return np.stack(list(results.values()))
 
 
-def _build_graph(actions: ScheduleActions) -> _Graph:
+def _build_graph(actions: ScheduleActions) -> _DependencyGraph:
     wiring = wire(actions)
-    graph = _Graph([], [], [], [[] for _ in range(wiring.num_groups)])
+    graph = _DependencyGraph([], [], [], [[] for _ in range(wiring.num_groups)])
     links: list[int] = [-1] * wiring.num_links  # the last transfer over each link
     reached = [-1] * (wiring.num_actions + 1)  # SEND or RECV -> the last node of its group before it
     arrived = [-1] * (wiring.num_actions + 1)  # RECV -> the node of the transfer
@@ -150,7 +150,7 @@ def _build_graph(actions: ScheduleActions) -> _Graph:
     return graph
 
 
-def _with_longest(graph: _Graph, counts: Array, cost_s: Array) -> Array:
+def _with_longest(graph: _DependencyGraph, counts: Array, cost_s: Array) -> Array:
     """The chains, and the longest ones where work is distributed so that the longest chain so far is shortest."""
     num_stages = counts.shape[1]
     stages, kinds = (np.array(graph.costs) // len(COSTS)), (np.array(graph.costs) % len(COSTS))
@@ -172,19 +172,19 @@ def _with_longest(graph: _Graph, counts: Array, cost_s: Array) -> Array:
     return counts
 
 
-def _first_group(graph: _Graph) -> int:
+def _first_group(graph: _DependencyGraph) -> int:
     """The device group that waits for no other before its first action, on which every longest chain begins."""
     return next(group for group, nodes in enumerate(graph.computed) if not graph.inputs[nodes[0]])
 
 
-def _longest_chain(graph: _Graph, node_s: Sequence[float]) -> tuple[list[int], float]:
+def _longest_chain(graph: _DependencyGraph, node_s: Sequence[float]) -> tuple[list[int], float]:
     """The longest chain and its length in seconds."""
     previous, total_s = _longest(node_s, graph.inputs)
     last = total_s.index(max(total_s))
     return [last, *_follow(previous, last)], total_s[last]
 
 
-def _ends_of_stages(graph: _Graph, nodes: Sequence[int]) -> list[tuple[int, int]]:
+def _ends_of_stages(graph: _DependencyGraph, nodes: Sequence[int]) -> list[tuple[int, int]]:
     """The first forward and the last backward of each stage of the device group that computes `nodes`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -225,5 +225,5 @@ def _follow(links: Sequence[int], node: int) -> Iterator[int]:
         yield node
 
 
-def _count(graph: _Graph, chain: Iterable[int], num_stages: int) -> Array:
+def _count(graph: _DependencyGraph, chain: Iterable[int], num_stages: int) -> Array:
     return np.bincount([graph.costs[node] for node in chain], minlength=num_stages * len(COSTS)).astype(np.float64)

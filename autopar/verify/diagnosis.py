@@ -106,7 +106,7 @@ def _first_parameter(rehearsal: _Rehearsal, plan: Plan, expected: Run) -> str:
 
 
 @dataclass(frozen=True)
-class _Result:
+class _OpResult:
     """One result of an op, with its layer, its layout and the ranks that have it."""
 
     name: str
@@ -133,7 +133,7 @@ class _Result:
         return f"{finding} {self.op.name} = {self.op.target}{source} {place}: {problem}"
 
 
-def _results(program: Program, plan: Plan) -> Iterator[_Result]:
+def _results(program: Program, plan: Plan) -> Iterator[_OpResult]:
     stages = StageMap(program, plan, 0)
     for stage, indices in enumerate(stages.ranges):
         first = stages.groups[stage] * plan.group_size
@@ -143,7 +143,7 @@ def _results(program: Program, plan: Plan) -> Iterator[_Result]:
                 options = [option_of(op, factor) for factor in factors]
                 for index, name in enumerate(op.results):
                     layout = tuple(option.results[index] for option in options)
-                    yield _Result(name, layer, op, layout, strategy.mesh, range(first, first + plan.group_size))
+                    yield _OpResult(name, layer, op, layout, strategy.mesh, range(first, first + plan.group_size))
 
 
 def _first_op(program: Program, plan: Plan, expected: Observed, ranks: list[Observed]) -> str:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
-from autopar.lower.kernels.ring_documents import _Places
+from autopar.lower.kernels.ring_documents import _TokenPlaces
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
@@ -428,7 +428,7 @@ def test_shared_documents_are_equal_work_and_others_stay(world_size: int):
     lengths = (24, 1, 1, 2, 2, 2, 12, 1, 3)
 
     def work(c: Any) -> tuple[int, int]:
-        places = _Places(torch.arange(48), lengths, Shards(c, (Axis(world_size, 1),)), rows, is_causal=True)
+        places = _TokenPlaces(torch.arange(48), lengths, Shards(c, (Axis(world_size, 1),)), rows, is_causal=True)
         shared = [length for _, length in places._split[1]]
         assert 24 in shared
         assert not {1} & set(shared)

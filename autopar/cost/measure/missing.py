@@ -92,7 +92,7 @@ def measure_missing(
     base = known or _empty(ranks)
     if not probes:
         return base
-    session = _Session(ranks, path if ranks.rank == 0 else None)
+    session = _Measurements(ranks, path if ranks.rank == 0 else None)
     remaining_share = sum(probe.share for probe in probes)
     num_done = 0
     try:
@@ -111,7 +111,7 @@ def measure_missing(
 
 
 @dataclass
-class _Session:
+class _Measurements:
     """The measurements since its start, which are the same on every rank."""
 
     ranks: Ranks

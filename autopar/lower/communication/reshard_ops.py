@@ -32,7 +32,7 @@ def reshard_tensor(
     if not steps:
         return x
     if differentiable and x.requires_grad and torch.is_grad_enabled():
-        return call_function(_Reshard, x, tuple(steps), communicator)
+        return call_function(_ReshardFunction, x, tuple(steps), communicator)
     return apply_forward(x, steps, communicator)
 
 
@@ -68,7 +68,7 @@ def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     return x.narrow(dim, index * length, length)
 
 
-class _Reshard(torch.autograd.Function):
+class _ReshardFunction(torch.autograd.Function):
     """All steps of a change of layout as one node; it keeps the steps and no tensor."""
 
     @staticmethod

@@ -38,7 +38,7 @@ __all__ = ["GroupSteps"]
 _MOST_FORMS = 8
 
 
-class _Row(NamedTuple):
+class _GroupRow(NamedTuple):
     """One row of a group: the program's inputs, what counts in it, and what its loss is divided by."""
 
     tensors: Sequence[Tensor]
@@ -46,12 +46,12 @@ class _Row(NamedTuple):
     divisor: float
 
 
-class _Part(NamedTuple):
+class _LengthPart(NamedTuple):
     """The rows of one length that this rank computes, with the other ranks of a group."""
 
     group: Group
     program: GroupProgram
-    rows: tuple[_Row, ...]
+    rows: tuple[_GroupRow, ...]
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
         return digest, *(_bits(sum(own)) for own in zip(*(row.sums for row in self.rows), strict=True))
 
 
-class _Form(NamedTuple):
+class _FormPrograms(NamedTuple):
     """What groups run in calls of one form: with the same optional inputs and other arguments, rows apart.
 
     Args:
@@ -115,7 +115,7 @@ class GroupSteps:
         self._degrees = dict(sorted(degrees.items(), key=lambda each: (-each[1], -each[0])))
         self._executables = executables
         self._compile_layers = compile_layers
-        self._forms: list[_Form] = []  # in the same order on all ranks, the one that ran last in front
+        self._forms: list[_FormPrograms] = []  # in the same order on all ranks, the one that ran last in front
 
     @property
     def executors(self) -> tuple[Executor, ...]:
@@ -136,7 +136,7 @@ class GroupSteps:
         if not groups:
             return None
         form = self._form(kind, opened, inputs.example_tokens)
-        parts: list[_Part] = []
+        parts: list[_LengthPart] = []
 
         each = 1 + len(form.counted.sums)  # numbers of a program
 
@@ -195,7 +195,7 @@ class GroupSteps:
         stages = self._first.executable.plan.num_groups
         return opened[0], read_groups([counts for _, _, _, _, *counts in known], self._degrees, stages)
 
-    def _form(self, kind: str, opened: LocalRows, tokens: int) -> _Form:
+    def _form(self, kind: str, opened: LocalRows, tokens: int) -> _FormPrograms:
         """What groups run in this call, made of every degree on every rank when such a call first comes."""
         known = next((form for form in self._forms if form.takes(opened)), None)
         if known is not None:
@@ -213,7 +213,7 @@ class GroupSteps:
         del self._forms[_MOST_FORMS:]
         return made
 
-    def _lower(self, opened: LocalRows, tokens: int) -> _Form:
+    def _lower(self, opened: LocalRows, tokens: int) -> _FormPrograms:
         first = self._first
         # As long as a row of the example, where it is known which dims have tokens.
         made = self._executables(*opened.row_like(tokens), (1, tokens))
@@ -233,9 +233,11 @@ class GroupSteps:
             )
             for tokens, each, own in zip(self._given, made, counted, strict=True)
         }
-        return _Form(coupling, counted[0], {tokens: programs[tokens] for tokens in self._degrees})
+        return _FormPrograms(coupling, counted[0], {tokens: programs[tokens] for tokens in self._degrees})
 
-    def _parts(self, form: _Form, groups: Mapping[int, Sequence[Group]], opened: LocalRows) -> Iterator[_Part]:
+    def _parts(
+        self, form: _FormPrograms, groups: Mapping[int, Sequence[Group]], opened: LocalRows
+    ) -> Iterator[_LengthPart]:
         """What this rank computes, in order."""
         rank, device = self._first.communicator.rank, self._first.communicator.device
         for tokens, own in groups.items():
@@ -246,9 +248,11 @@ class GroupSteps:
                     rows = ([x.to(device) for x in program.executable.read_inputs(*call)] for call in calls)
                     sums = ((row, program.sums_of(row)) for row in rows)
                     counted = program.counted
-                    yield _Part(group, program, tuple(_Row(row, own, counted.divisor_of(own)) for row, own in sums))
+                    yield _LengthPart(
+                        group, program, tuple(_GroupRow(row, own, counted.divisor_of(own)) for row, own in sums)
+                    )
 
-    def _compute(self, form: _Form, parts: Sequence[_Part], divisor: float) -> Any:
+    def _compute(self, form: _FormPrograms, parts: Sequence[_LengthPart], divisor: float) -> Any:
         coupling, talk = form.coupling, self._first.communicator
         trained = coupling.trained
         seed = agree_base_seed(talk) if any(program.is_random for program in form.programs.values()) else 0
@@ -270,7 +274,7 @@ class GroupSteps:
         loss = talk.all_reduce(loss, Axis(talk.world_size, 1))
         return self._outputs(form, loss, gradients)
 
-    def _outputs(self, form: _Form, loss: Tensor, gradients: Mapping[str, Tensor]) -> Any:
+    def _outputs(self, form: _FormPrograms, loss: Tensor, gradients: Mapping[str, Tensor]) -> Any:
         coupling, executable = form.coupling, next(iter(form.programs.values())).executable
         program = executable.program
         dtype: torch.dtype = getattr(torch, program.type_of(program.loss).dtype)

@@ -190,7 +190,7 @@ class _Route:
     def send(self, x: Tensor) -> TensorInFlight:
         """Of the tokens that come here, in the order of `send_ids`; fillers have the numbers of some token."""
         source = self.token.new_zeros(self.shards.count * self.capacity).index_copy_(0, self.slots, self.token)
-        copies = call_function(_Copies, x, source, self.slots, self.token) if x.is_floating_point() else x[source]
+        copies = call_function(_TokenCopies, x, source, self.slots, self.token) if x.is_floating_point() else x[source]
         return self.start(copies)
 
     def start(self, x: Tensor) -> TensorInFlight:
@@ -202,10 +202,10 @@ class _Route:
 def _picked(x: Tensor, source: Tensor) -> Tensor:
     """``x[source]``."""
     places = torch.arange(len(source), device=source.device)
-    return call_function(_Copies, x, source, places, source) if x.is_floating_point() else x[source]
+    return call_function(_TokenCopies, x, source, places, source) if x.is_floating_point() else x[source]
 
 
-class _Copies(torch.autograd.Function):
+class _TokenCopies(torch.autograd.Function):
     """``x[source]``; the gradient of each token is the sum of those of its copies, which are at `slots`."""
 
     @staticmethod

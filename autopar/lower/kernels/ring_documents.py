@@ -73,12 +73,12 @@ def ring_documents(  # noqa: PLR0913  (its arguments)
     if len(shards.axes) > 1 or window:
         raise ValueError("ring_documents runs on one axis, without a window")
     order, lengths = document_order(ids, query.shape[0], query.shape[2] * shards.count, is_sorted=is_sorted)
-    places = _Places(order.cpu(), tuple(lengths), shards, query.shape[2], is_causal)
+    places = _TokenPlaces(order.cpu(), tuple(lengths), shards, query.shape[2], is_causal)
     return call_function(_RingDocuments, query, key, value, places, score_scale(query, scale))
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
+class _TokenPlaces:
     """Which device computes which tokens; every device derives the same answer.
 
     Args:
@@ -205,7 +205,7 @@ class _Places:
 class _Shared:
     """Moves rows between the devices that own them and the devices that compute them."""
 
-    places: _Places
+    places: _TokenPlaces
     device: torch.device
 
     def there(self, x: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class _Shared:
 
 class _RingDocuments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _Places, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _TokenPlaces, scale: float) -> Tensor:
         q, k, v = map(tokens_of, (query, key, value))
         shared = _Shared(places, query.device)
         out, log_sum = local = empty_block(q, v, q.dtype)
@@ -263,7 +263,7 @@ class _RingDocuments(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, log_sum, *kept = ctx.saved_tensors
-        places: _Places = ctx.places
+        places: _TokenPlaces = ctx.places
         q, k, v, whole, incoming = map(tokens_of, (query, key, value, out, gradients[0]))
         totals = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
         tiles = tiles_on(q.device, places.local_tiles)
@@ -277,7 +277,7 @@ class _RingDocuments(torch.autograd.Function):
 
 def _shared_gradients(ctx: Any, incoming: Tensor, kept: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """For queries, keys and values: the indices of this device's rows in shared documents, and their gradients."""
-    places: _Places = ctx.places
+    places: _TokenPlaces = ctx.places
     q, keys, values, result, log_sum = kept
     shared, wide = _Shared(places, q.device), sum_dtype(q)
     gradient = shared.there(incoming)

@@ -100,7 +100,7 @@ def watch_functions() -> None:
     allow_anomaly_detection()
 
 
-class _Step(threading.local):
+class _OptimizerStep(threading.local):
     """The optimizer step that this thread is in: the context of functions that are torch's own, and parameters of other
     stages, with their gradients, which take no part.
     """
@@ -109,7 +109,7 @@ class _Step(threading.local):
     others: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
 
-_STEP = _Step()
+_STEP = _OptimizerStep()
 
 
 def begin_step(parameters: Iterable[nn.Parameter], *, is_native: bool) -> None:

@@ -84,7 +84,7 @@ class Tape:
         self._stack.enter_context(torch.no_grad())
         self._stack.enter_context(whole_initializers(self._note_whole))
         self._stack.enter_context(_AsIfReal())
-        self._stack.enter_context(_Recorder(self))
+        self._stack.enter_context(_InitRecorder(self))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -170,7 +170,7 @@ class _AsIfReal(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(DispatchMode):
+class _InitRecorder(DispatchMode):
     """Runs ops on meta tensors and notes them; what is small and fixed is computed."""
 
     def __init__(self, tape: Tape) -> None:

@@ -32,7 +32,7 @@ __all__ = [
 
 
 @dataclass
-class _Known:
+class _MeshUse:
     """A mesh, and the parallel modules that have parameters on it.
 
     Args:
@@ -51,7 +51,7 @@ class _Known:
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
 
 
-_KNOWN: dict[int, _Known] = {}  # by the mesh's id: results of ops have the mesh of their operands
+_KNOWN: dict[int, _MeshUse] = {}  # by the mesh's id: results of ops have the mesh of their operands
 
 
 class _Apart(threading.local):
@@ -78,7 +78,7 @@ def know_mesh(
     (`torch.compile`).
     """
     known = next((each for each in tuple(_KNOWN.values()) if mesh == each.meshes[0]), None)
-    known = _KNOWN.setdefault(id(mesh), known or _Known([], is_whole_world))
+    known = _KNOWN.setdefault(id(mesh), known or _MeshUse([], is_whole_world))
     known.meshes.append(mesh)
     if module is not None:
         known.calls = calls if is_whole_world else None

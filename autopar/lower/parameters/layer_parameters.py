@@ -216,7 +216,7 @@ class StepParameters:
             return self.copies()
         if self.frees:
             anchor = torch.zeros((), requires_grad=True)
-            return call_function(_Copies, self, anchor) if self.layer.names else ()
+            return call_function(_ComputeCopies, self, anchor) if self.layer.names else ()
         return self.leaves()
 
     def leaves(self) -> list[Tensor]:
@@ -281,7 +281,7 @@ def _add_all(totals: Sequence[Tensor | None], terms: Sequence[Tensor | None]) ->
     ]
 
 
-class _Copies(torch.autograd.Function):
+class _ComputeCopies(torch.autograd.Function):
     """Compute copies that autograd doesn't hold."""
 
     @staticmethod

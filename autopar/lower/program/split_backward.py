@@ -36,17 +36,19 @@ class SplitBackward:
         self._roots = list(zip(roots, gradients, strict=True))
         self._inputs = list(inputs)
         self._parameters = list(parameters)
-        self._branches: list[_Branch] = []
+        self._branches: list[_ParameterPaths] = []
         self._parameter_gradients: list[Tensor | None] = []
 
     def inputs(self) -> list[Tensor | None]:
         """The gradients of the inputs, None where nothing flows."""
-        graph = _Graph([root.node for root, _ in self._roots])
+        graph = _NodesBelow([root.node for root, _ in self._roots])
         trained = {edge_of(x).node: x for x in self._parameters}
         on_way = graph.above([edge_of(x).node for x in self._inputs])
         aside = [(root, gradient) for root, gradient in self._roots if root.node not in on_way]
-        off_path = _Branch(graph.below([root.node for root, _ in aside], trained), aside)
-        branches = {node: _Branch(graph.below(_without(graph.children[node], on_way), trained)) for node in on_way}
+        off_path = _ParameterPaths(graph.below([root.node for root, _ in aside], trained), aside)
+        branches = {
+            node: _ParameterPaths(graph.below(_without(graph.children[node], on_way), trained)) for node in on_way
+        }
         at_once = {id(x): x for x in _at_once(branches, off_path)}
         later = {node: b for node, b in branches.items() if b.leaves and id(b.leaves[0]) not in at_once}
         self._branches = [*later.values(), off_path]
@@ -82,7 +84,7 @@ def _gradients(roots: Sequence[tuple[GradientEdge, Tensor]], leaves: Sequence[Te
     return gradients_of([root for root, _ in roots], [gradient for _, gradient in roots], leaves)
 
 
-class _Branch:
+class _ParameterPaths:
     """Ways to parameters that lead to no input: the parameters, and where they begin with what gradients."""
 
     def __init__(self, leaves: list[Tensor], begin: Sequence[tuple[GradientEdge, Tensor]] = ()) -> None:
@@ -103,9 +105,9 @@ class _Branch:
             run_backward_from([root for root, _ in self._begin], [gradient for _, gradient in self._begin], self.leaves)
 
 
-def _at_once(branches: Mapping[Node, _Branch], off_path: _Branch) -> list[Tensor]:
+def _at_once(branches: Mapping[Node, _ParameterPaths], off_path: _ParameterPaths) -> list[Tensor]:
     """The leaves of `branches` that belong to the first part, each branch wholly or not at all."""
-    users: dict[int, list[_Branch]] = {}
+    users: dict[int, list[_ParameterPaths]] = {}
     for branch in (*branches.values(), off_path):
         for leaf in branch.leaves:
             users.setdefault(id(leaf), []).append(branch)
@@ -125,7 +127,7 @@ def _without(nodes: Sequence[Node], left_out: Set[Node]) -> list[Node]:
     return [node for node in nodes if node not in left_out]
 
 
-class _Graph:
+class _NodesBelow:
     """The nodes below some roots."""
 
     def __init__(self, roots: Sequence[Node]) -> None:

@@ -61,7 +61,7 @@ class _Bucket:
 
 
 @dataclass
-class _Work:
+class _Elimination:
     """What is left to do: tables by variables, and the surviving states of each variable."""
 
     tables: dict[tuple[int, ...], Array]
@@ -93,7 +93,7 @@ def minimize(
         max_entries: largest joint table that is formed; beyond it the result is a bounded approximation.
     """
     originals = tuple((tuple(scope), np.minimum(costs, _INFINITE)) for scope, costs in tables)
-    work = _Work({}, {v: np.arange(size) for v, size in enumerate(sizes)}, set(range(len(sizes))) - set(keep))
+    work = _Elimination({}, {v: np.arange(size) for v, size in enumerate(sizes)}, set(range(len(sizes))) - set(keep))
     for scope, costs in originals:
         ordered = tuple(sorted(scope))
         work.add(ordered, costs.transpose([scope.index(v) for v in ordered]))
@@ -114,7 +114,7 @@ def minimize(
     )
 
 
-def _eliminate_all(work: _Work, max_entries: int) -> None:
+def _eliminate_all(work: _Elimination, max_entries: int) -> None:
     dominance_at = _DOMINANCE_ENTRIES
     neighbors = _neighbors(work)
     joint = {v: _joint_entries(work, neighbors[v], v) for v in work.left}
@@ -133,7 +133,7 @@ def _eliminate_all(work: _Work, max_entries: int) -> None:
                 joint[other] = _joint_entries(work, neighbors[other], other)
 
 
-def _neighbors(work: _Work) -> dict[int, set[int]]:
+def _neighbors(work: _Elimination) -> dict[int, set[int]]:
     neighbors: dict[int, set[int]] = {v: set() for v in work.domains}
     for scope in work.tables:
         for variable in scope:
@@ -143,11 +143,11 @@ def _neighbors(work: _Work) -> dict[int, set[int]]:
     return neighbors
 
 
-def _joint_entries(work: _Work, neighbors: set[int], variable: int) -> int:
+def _joint_entries(work: _Elimination, neighbors: set[int], variable: int) -> int:
     return math.prod(len(work.domains[v]) for v in neighbors) * len(work.domains[variable])
 
 
-def _eliminate(work: _Work, variable: int, max_entries: int) -> None:
+def _eliminate(work: _Elimination, variable: int, max_entries: int) -> None:
     scopes = work.scopes_of(variable)
     tables = tuple((scope, work.tables.pop(scope)) for scope in scopes)
     mentioned = {v for scope in scopes for v in scope}
@@ -207,7 +207,7 @@ def _spread_to(table: Table, order: tuple[int, ...]) -> Array:
     return costs.reshape([next(shape) if v in scope else 1 for v in order])
 
 
-def _drop_dominated(work: _Work) -> None:
+def _drop_dominated(work: _Elimination) -> None:
     """Drop dominated states of every variable that is left, until none is."""
     pending = sorted(work.left)
     while pending:

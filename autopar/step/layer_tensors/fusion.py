@@ -89,7 +89,7 @@ def rerunning_graph(
     """
     fused = _fused(placed, fuses_attention, True)
     reruns = _inside_of_pieces(fused.whole, reruns)
-    saving = _Saving(fused.whole, reruns)
+    saving = _SavedTensors(fused.whole, reruns)
     graph = _in_memory(fused.seen, fused.inside - saving.kept, saving, on_gpus=fuses_attention)
     return _saved_until(graph, fused.backward), reruns
 
@@ -101,7 +101,7 @@ def _fused(placed: PlacedLayer, fuses_attention: bool, is_training: bool) -> _Fu
 
 @lru_cache(maxsize=256)
 def _fused_graph(whole: TensorGraph, is_training: bool, on_gpus: bool) -> _Fused:
-    saving = _Saving(whole) if is_training else None
+    saving = _SavedTensors(whole) if is_training else None
     kept = saving.kept if saving else frozenset[TensorKey]()
     forward = join_tasks(_forward_tasks(whole), kept | {output.key for output in whole.outputs}, whole.sizes)
     graph = _in_memory(whole, forward.inside, saving, on_gpus=on_gpus)
@@ -194,7 +194,7 @@ def _inside_of_pieces(graph: TensorGraph, named: frozenset[str]) -> frozenset[st
     return named - apart
 
 
-class _Saving:
+class _SavedTensors:
     """What is kept from forward to backward, and what else each op's backward reads."""
 
     def __init__(self, graph: TensorGraph, reruns: frozenset[str] = frozenset()) -> None:
@@ -255,7 +255,7 @@ def _keys_read(node: TensorNode) -> tuple[TensorKey, ...]:
     return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
 
 
-def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _Saving | None, *, on_gpus: bool) -> TensorGraph:
+def _in_memory(graph: TensorGraph, inside: Set[Key], saving: _SavedTensors | None, *, on_gpus: bool) -> TensorGraph:
     """The graph without what is never in memory, as it is `inside` of kernels; with copies that are made `on_gpus`."""
     nodes: list[TensorNode] = []
     for number, node in enumerate(graph.nodes):

@@ -55,7 +55,7 @@ class LayerAction(NamedTuple):
     microbatch: int = -1
 
 
-class _Copies(NamedTuple):
+class _HostCopies(NamedTuple):
     """Copies between device and host that neighboring actions of a group leave to each other.
 
     Args:
@@ -165,7 +165,7 @@ class StepActions:
     def key(self, action: Action) -> tuple[object, ...]:
         """Actions with the same key are the same but for their microbatch."""
         is_last = action in self._last_forwards or action in self._last_backwards
-        copies = self._copies.get(action, _Copies())
+        copies = self._copies.get(action, _HostCopies())
         copied = copies.leaves, copies.arrives, copies.offload[0], copies.fetch[0]
         return action.stage, action.kind, action in self._first_forwards, is_last, copied
 
@@ -192,7 +192,7 @@ class StepActions:
         yield from waiting
 
     @cached_property
-    def _copies(self) -> dict[Action, _Copies]:
+    def _copies(self) -> dict[Action, _HostCopies]:
         """By action, what it leaves to its neighbors and does for them."""
         changes: dict[Action, dict[str, Any]] = {}
         for listed in self.listed if self.is_training else ():
@@ -202,7 +202,7 @@ class StepActions:
                     is_offload, copied = kind == "OFFLOAD", (layer, action.microbatch)
                     changes.setdefault(action, {})["leaves" if is_offload else "arrives"] = True
                     changes.setdefault(neighbor, {})["offload" if is_offload else "fetch"] = copied
-        return {action: _Copies(**own) for action, own in changes.items()}
+        return {action: _HostCopies(**own) for action, own in changes.items()}
 
     def _computes(self, action: Action) -> bool:
         return action.kind in ("F", "B", "I") or (action.kind == "W" and self.is_split(action.stage))
@@ -297,7 +297,7 @@ class StepActions:
                 yield LayerAction("WAIT_REDUCE", index)
 
 
-def _with_copies(steps: list[LayerAction], copies: _Copies) -> list[LayerAction]:
+def _with_copies(steps: list[LayerAction], copies: _HostCopies) -> list[LayerAction]:
     """These actions of layers without the copies that neighbors make, and with those that are made for them."""
     computing = [step for step in steps if step.kind in ("F", "B", "I", "W")]
     if copies.leaves:

@@ -69,7 +69,7 @@ def step_memory(
     sizes = layers.find("bytes", lambda placed: layer_bytes(placed, training))
     tensors = step_tensors(layers, sizes)
     return tuple(
-        tuple(_GroupMemory(_Group(group, layers, training, sizes), actions, tensors, overhead_bytes).fold())
+        tuple(_GroupMemory(_GroupStorage(group, layers, training, sizes), actions, tensors, overhead_bytes).fold())
         for group in range(len(actions.listed))
     )
 
@@ -79,7 +79,7 @@ def peak_bytes(memory: Iterable[Moment]) -> float:
     return max((sum(moment.num_bytes) for moment in memory), default=0.0)
 
 
-class _Group:
+class _GroupStorage:
     """What a device group stores, from step to step."""
 
     def __init__(self, group: int, layers: PlannedLayers, training: TrainingSpec, sizes: Sequence[LayerBytes]) -> None:
@@ -123,7 +123,7 @@ class _Group:
 class _GroupMemory:
     """The fold over one device group's actions."""
 
-    def __init__(self, group: _Group, actions: StepActions, tensors: StepTensors, overhead_bytes: float) -> None:
+    def __init__(self, group: _GroupStorage, actions: StepActions, tensors: StepTensors, overhead_bytes: float) -> None:
         self.group, self.actions, self.tensors, self.overhead_bytes = group, actions, tensors, overhead_bytes
         self.sizes, self.training = group.sizes, group.training
         self.batch_bytes = group.training.batch_bytes(group.layers.program)

@@ -33,7 +33,7 @@ _SLICE = "aten.slice.Tensor"
 
 
 @dataclass(frozen=True)
-class _Region:
+class _LossRegion:
     """A product, what becomes of it in order, and the loss; `layer` is the index of their layer.
 
     `log_sum`: what else reads the logits that the loss reads.
@@ -58,7 +58,7 @@ class _Region:
 
 
 @lru_cache(maxsize=16)
-def _regions(program: Program) -> tuple[_Region, ...]:
+def _regions(program: Program) -> tuple[_LossRegion, ...]:
     if not (program.training and program.loss) or program.piece_tokens:
         return ()
     alone = {kind.kind for kind in program.kinds} - _repeated(program)
@@ -94,7 +94,7 @@ def in_pieces(program: Program, tokens: int) -> Program:
 # --- finding
 
 
-def _region(program: Program, index: int, loss: Op) -> _Region | None:
+def _region(program: Program, index: int, loss: Op) -> _LossRegion | None:
     """The region that ends in a loss of the layer `index`."""
     layer = program.layers[index]
     makers = {name: op for op in layer.ops for name in op.results}
@@ -112,7 +112,7 @@ def _region(program: Program, index: int, loss: Op) -> _Region | None:
         if readers[name] != 1 and (log_sum is None or log_sum.operands != (name,) or readers[name] != 2):
             return None
         if op.target == _PRODUCT:
-            region = _Region(index, op, tuple(reversed(chain)), tuple(reversed(moves)), loss, log_sum)
+            region = _LossRegion(index, op, tuple(reversed(chain)), tuple(reversed(moves)), loss, log_sum)
             return region if _can_be_late(program, region) else None
         if _is_row_move(program, op):
             moves.append(op)
@@ -161,7 +161,7 @@ def _is_row_move(program: Program, op: Op) -> bool:
     return op.target in _VIEWS and bool(after) and before[-1] == after[-1] and len(after) > 1
 
 
-def _can_be_late(program: Program, region: _Region) -> bool:
+def _can_be_late(program: Program, region: _LossRegion) -> bool:
     """Whether what the caller reads of the region can be computed from hidden states and parameters."""
     if not any(name in program.outputs for op in region.inside for name in op.results):
         return True
@@ -172,7 +172,7 @@ def _can_be_late(program: Program, region: _Region) -> bool:
 # --- rewriting
 
 
-def _with_region(program: Program, region: _Region, tokens: int) -> Program:
+def _with_region(program: Program, region: _LossRegion, tokens: int) -> Program:
     layer = program.layers[region.layer]
     hidden = region.product.operands[0]
     moved, values = _moved(program, region.moves, hidden)
@@ -212,7 +212,7 @@ def _with_rule(op: Op, values: Mapping[str, Value]) -> Op:
     return replace(with_rule(op, *types), saves=saves, saved_extra_bytes=0)
 
 
-def _token_losses(region: _Region, like: Op, values: dict[str, Value]) -> list[Op]:
+def _token_losses(region: _LossRegion, like: Op, values: dict[str, Value]) -> list[Op]:
     """The op with a loss for each token in place of `like`, the sum, and what makes of it what was read before."""
     loss, log_sum = region.loss, region.log_sum
     kind = TensorType(values[loss.operands[1]].type.shape, values[loss.operands[0]].type.dtype)
@@ -264,7 +264,7 @@ def _move_args(op: Op, name: str, shape: tuple[int, ...]) -> tuple[Arg, ...]:
 
 
 def _without_flattening(
-    program: Program, layer: Layer, region: _Region, moved: list[Op], hidden: str
+    program: Program, layer: Layer, region: _LossRegion, moved: list[Op], hidden: str
 ) -> tuple[str, str, list[Op]]:
     """Hidden states, targets and moves without a last view that only joins the dims of tokens of both.
 
@@ -281,7 +281,7 @@ def _without_flattening(
     return moved[-1].operands[0], maker.operands[0], moved[:-1]
 
 
-def _late_outputs(program: Program, region: _Region) -> Iterator[LateOutput]:
+def _late_outputs(program: Program, region: _LossRegion) -> Iterator[LateOutput]:
     """What the caller reads of the region, with the ops up to it."""
     makers = {name: op for op in region.inside for name in op.results}
     for place, output in enumerate(program.outputs):

@@ -81,7 +81,7 @@ def has_linear_backward(op: Op, operand_types: Types, result_types: Types) -> bo
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _WholeRun:
     """One whole run on random numbers: what slices have to reproduce."""
 
     run: Callable[[Sequence[Tensor]], list[Tensor]]
@@ -93,7 +93,7 @@ class _Trial:
     tolerance: float
 
 
-def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Trial]:
+def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_WholeRun]:
     """Two trials, in float64 if the op supports it, or none."""
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
@@ -130,7 +130,7 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
 
 def _make_trial(
     op: Op, operand_types: Types, result_types: Types, seed: int, wide: bool, positive: bool
-) -> _Trial | None:
+) -> _WholeRun | None:
     generator = torch.Generator().manual_seed(seed)
     names = op.operands
 
@@ -157,7 +157,7 @@ def _make_trial(
     if not all(map(_is_telling, gradients or ())):
         return None
     zeros = tuple(torch.zeros_like(part) for part in operands)
-    return _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
+    return _WholeRun(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
 
 
 def _draw(kind: TensorType, generator: torch.Generator, wide: bool, positive: bool) -> Tensor:
@@ -209,7 +209,7 @@ def _backward(
 # ---------------------------------------------------------------- candidates
 
 
-def _candidates(trial: _Trial) -> Iterator[tuple[Placement, ...]]:
+def _candidates(trial: _WholeRun) -> Iterator[tuple[Placement, ...]]:
     """Ways to place the operands, those that slice most first; without slices, those with terms."""
     sizes = sorted({size for part in trial.operands for size in part.shape if size > 1}, reverse=True)
     for size in sizes:
@@ -226,7 +226,7 @@ def _choices(part: Tensor, size: int) -> list[Placement]:
 
 
 def _try(
-    trials: Sequence[_Trial], placements: tuple[Placement, ...], operand_types: Types, result_types: Types
+    trials: Sequence[_WholeRun], placements: tuple[Placement, ...], operand_types: Types, result_types: Types
 ) -> Option | None:
     """The option with these operand placements if both trials agree with it on every number of slices."""
     sliced = [part.shape[p.dim] for part, p in zip(trials[0].operands, placements, strict=True) if p.is_shard]
@@ -253,7 +253,7 @@ def _name(placements: tuple[Placement, ...]) -> str:
 # ---------------------------------------------------------------- one candidate on slices
 
 
-def _outcome(trial: _Trial, placements: tuple[Placement, ...], num_slices: int) -> tuple[Placement, ...] | None:
+def _outcome(trial: _WholeRun, placements: tuple[Placement, ...], num_slices: int) -> tuple[Placement, ...] | None:
     """The placements of the results if `num_slices` devices reproduce the trial, else None."""
     local = [_split(part, p, num_slices) for part, p in zip(trial.operands, placements, strict=True)]
     try:
@@ -291,7 +291,7 @@ def _recombine(parts: list[Tensor], whole: Tensor, tolerance: float) -> Placemen
 
 
 def _gradients_agree(
-    trial: _Trial,
+    trial: _WholeRun,
     placements: tuple[Placement, ...],
     outcome: tuple[Placement, ...],
     local: list[list[Tensor]],

@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.trace.compat import torch_internals
 from autopar.trace.tensor_values import TensorValues, values_of
 
-__all__ = ["Computation", "Operand", "Step", "map_arguments"]
+__all__ = ["Computation", "ComputedOp", "Operand", "map_arguments"]
 
 
 class Operand(NamedTuple):
@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class ComputedOp:
     """An op on inputs, constants and the results of other steps.
 
     Args:
@@ -50,7 +50,7 @@ class Computation:
     """
 
     places: tuple[int, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ComputedOp, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The result for a call with these `tensors`, on their device; None where the values of one are not known."""

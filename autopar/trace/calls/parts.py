@@ -11,7 +11,7 @@ from torch import nn
 __all__ = ["as_model"]
 
 
-class _Part(nn.Module):
+class _Submodule(nn.Module):
     """Has all parameters, buffers and submodules of `whole`, and is called as its submodule `name`."""
 
     def __init__(self, whole: nn.Module, name: str) -> None:
@@ -35,4 +35,4 @@ class _Part(nn.Module):
 
 def as_model(whole: nn.Module, part: str) -> nn.Module:
     """`whole` itself for ``""``; else a module that is called as the submodule `part` of it, and shares its tensors."""
-    return _Part(whole, part) if part else whole
+    return _Submodule(whole, part) if part else whole

@@ -13,7 +13,7 @@ from autopar.errors import ModelError
 __all__ = ["check_memory"]
 
 
-class _Place(NamedTuple):
+class _MemoryRange(NamedTuple):
     """The addresses of a tensor's first byte and of the byte after its last one, and whether its values change."""
 
     start: int
@@ -38,8 +38,8 @@ def check_memory(model: nn.Module, written: Collection[str]) -> None:
         for name, x in named
         if type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.numel()
     )
-    last: _Place | None = None  # the one that ends last of those so far
-    last_changing: _Place | None = None
+    last: _MemoryRange | None = None  # the one that ends last of those so far
+    last_changing: _MemoryRange | None = None
     for place in places:
         other = last if place.changes else last_changing
         if other is not None and other.end > place.start:
@@ -53,11 +53,11 @@ def check_memory(model: nn.Module, written: Collection[str]) -> None:
             last_changing = max(last_changing or place, place, key=_end)
 
 
-def _end(place: _Place) -> int:
+def _end(place: _MemoryRange) -> int:
     return place.end
 
 
-def _place(name: str, x: Tensor, is_written: bool) -> _Place:
+def _place(name: str, x: Tensor, is_written: bool) -> _MemoryRange:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = x.data_ptr()
-    return _Place(start, start + (last + 1) * x.element_size(), name, is_written or x.requires_grad)
+    return _MemoryRange(start, start + (last + 1) * x.element_size(), name, is_written or x.requires_grad)

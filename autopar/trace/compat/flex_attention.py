@@ -206,14 +206,14 @@ class _AllAtOnce(TorchFunctionMode):
         if not all(self.is_grid(each) or isinstance(each, int) for each in index):
             raise self.refusal("mixes its arguments with others in an index")
         if len(index) < x.dim():
-            return _Row(self, x, index)
+            return _IndexedRow(self, x, index)
         result = x[index]
         self._grids[id(result)] = result
         return result
 
 
 @dataclass(frozen=True)
-class _Row:
+class _IndexedRow:
     """``x[index]`` with fewer indices than dims; the remaining dims are kept whole."""
 
     mode: _AllAtOnce

@@ -33,7 +33,7 @@ def find_batched(graph: Graph, place: int) -> Region | None:
     if not _takes_by_row(first) or len(graph.types[first.operands[0]].shape) != 3:
         return None
     ids = graph.types[first.operands[1]]
-    return _Search(graph, place).find() if len(ids.shape) == 1 and ids.dtype == "int64" else None
+    return _BatchedRegion(graph, place).find() if len(ids.shape) == 1 and ids.dtype == "int64" else None
 
 
 def _takes_by_row(op: Op) -> bool:
@@ -41,7 +41,7 @@ def _takes_by_row(op: Op) -> bool:
 
 
 @dataclass
-class _Search:
+class _BatchedRegion:
     """Follows the rows through the graph."""
 
     graph: Graph
@@ -68,7 +68,9 @@ class _Search:
                 return self._finish(made)
             if not self._follow(op, made):
                 return (
-                    _Search(self.graph, self.place, self.behind or op.name).find() if made and not self.until else None
+                    _BatchedRegion(self.graph, self.place, self.behind or op.name).find()
+                    if made and not self.until
+                    else None
                 )
         return None
 

@@ -60,7 +60,7 @@ def _regions(graph: Graph, place: int, readers: Mapping[str, int]) -> Iterator[R
     if op.target in _SORTS and len(graph.types[op.results[0]].shape) == 1:
         num_rows = graph.types[op.operands[0]].shape[0]
         tried = dict.fromkeys((divisor_to(_FEW_ROWS, num_rows), 1) if num_rows > _FEW_ROWS else (1,))
-        region = next(filter(None, (_Search(graph, place, readers, fewer).find() for fewer in tried)), None)
+        region = next(filter(None, (_SortedRegion(graph, place, readers, fewer).find() for fewer in tried)), None)
     else:
         region = find_batched(graph, place)
     if region is not None:
@@ -92,7 +92,7 @@ def _only_reader(graph: Graph, op: Op, targets: Collection[str]) -> Op | None:
 
 
 @dataclass
-class _Search:
+class _SortedRegion:
     """Follows one sort through the graph."""
 
     graph: Graph

@@ -163,7 +163,7 @@ class _Unit:
 
 
 @dataclass(frozen=True)
-class _Body:
+class _DecomposedUnit:
     """What becomes of a kind of units: nodes that read `operands`, and the results (one for each that a unit has)."""
 
     operands: tuple[fx.Node, ...]
@@ -250,7 +250,7 @@ def _value(node: fx.Node) -> Tensor:
     return value
 
 
-def _decompose_kinds(kinds: Mapping[str, _Unit]) -> dict[str, _Body] | None:
+def _decompose_kinds(kinds: Mapping[str, _Unit]) -> dict[str, _DecomposedUnit] | None:
     """What becomes of each kind; None if one of them writes to an operand, or makes constants."""
     graph, mode = fx.Graph(), torch_internals.fake_mode()
     inputs: list[Tensor] = []
@@ -279,15 +279,15 @@ def _decompose_kinds(kinds: Mapping[str, _Unit]) -> dict[str, _Body] | None:
     given = iter([nodes[spec.arg.name] for spec in signature.input_specs])
     taken = iter([nodes[spec.arg.name] for spec in signature.output_specs])
     order = {node: index for index, node in enumerate(whole.graph.nodes)}
-    bodies: dict[str, _Body] = {}
+    bodies: dict[str, _DecomposedUnit] = {}
     for key, kind in kinds.items():
         operands = tuple(next(given) for _ in kind.operands)
         ends = tuple(next(taken) for _ in kind.results)
-        bodies[key] = _Body(operands, tuple(sorted(_behind(operands, ends), key=order.__getitem__)), ends)
+        bodies[key] = _DecomposedUnit(operands, tuple(sorted(_behind(operands, ends), key=order.__getitem__)), ends)
     return bodies
 
 
-def _at_once(kind: _Unit) -> _Body | None:
+def _at_once(kind: _Unit) -> _DecomposedUnit | None:
     """What becomes of a kind, where that is known without torch's decompositions, which take most of their time to be
     set up.
     """
@@ -300,7 +300,7 @@ def _at_once(kind: _Unit) -> _Body | None:
     return _as_dispatched(kind) if str(target) in _SHALLOW else None
 
 
-def _as_dispatched(kind: _Unit) -> _Body:
+def _as_dispatched(kind: _Unit) -> _DecomposedUnit:
     """What becomes of a kind of `_SHALLOW`: what the dispatcher gets when it is called."""
     graph, (node,) = fx.Graph(), kind.nodes
     given = tuple(graph.placeholder(f"x{index}") for index in range(len(kind.operands)))
@@ -313,10 +313,12 @@ def _as_dispatched(kind: _Unit) -> _Body:
         with torch_recording.OpsBelow(graph, made):
             result = (_SHALLOW[str(target)] or target)(*args, **kwargs)
     results = (result,) if isinstance(result, Tensor) else tuple(result)
-    return _Body(given, tuple(node for node in graph.nodes if node not in given), tuple(made[each] for each in results))
+    return _DecomposedUnit(
+        given, tuple(node for node in graph.nodes if node not in given), tuple(made[each] for each in results)
+    )
 
 
-def _as_it_is(kind: _Unit) -> _Body:
+def _as_it_is(kind: _Unit) -> _DecomposedUnit:
     """What becomes of a kind of op that is functional ATen already."""
     graph, (node,) = fx.Graph(), kind.nodes
     operands = tuple(
@@ -324,11 +326,11 @@ def _as_it_is(kind: _Unit) -> _Body:
     )
     made = graph.node_copy(node, dict(zip(kind.operands, operands, strict=True)).__getitem__)
     if isinstance(node.meta["val"], Tensor):
-        return _Body(operands, (made,), (made,))
+        return _DecomposedUnit(operands, (made,), (made,))
     parts = [graph.call_function(getitem, (made, index)) for index in range(len(kind.results))]
     for part, value in zip(parts, kind.results, strict=True):
         part.meta["val"] = value
-    return _Body(operands, (made, *parts), tuple(parts))
+    return _DecomposedUnit(operands, (made, *parts), tuple(parts))
 
 
 def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
@@ -344,7 +346,7 @@ def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.N
 
 
 def _replace_all(
-    graph: fx.Graph, replacements: Mapping[fx.Node, tuple[_Unit, _Body]]
+    graph: fx.Graph, replacements: Mapping[fx.Node, tuple[_Unit, _DecomposedUnit]]
 ) -> tuple[fx.Graph, dict[str, str]]:
     """`graph` with the unit that each of these ops ends replaced, without what nobody reads; and the new names of nodes
     that have one result.
@@ -370,7 +372,7 @@ def _replace_all(
 
 
 def _insert(
-    graph: fx.Graph, unit: _Unit, body: _Body, known: Mapping[fx.Node, tuple[fx.Node, ...]]
+    graph: fx.Graph, unit: _Unit, body: _DecomposedUnit, known: Mapping[fx.Node, tuple[fx.Node, ...]]
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Put what becomes of `unit` at the end of `graph`; the results of its ends."""
     operands = [known[operand][0] for operand in unit.operands]

@@ -45,7 +45,7 @@ class _RecordedCall:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _FirstCall:
     """What the first call of its kind did.
 
     Args:
@@ -72,7 +72,7 @@ class RepeatedCalls(TorchFunctionMode):
         """Nothing has been called yet."""
         super().__init__()
         self._recorder = torch_recording.recorder()
-        self._known: dict[Any, _Known | None] = {}
+        self._known: dict[Any, _FirstCall | None] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -133,7 +133,7 @@ def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: R
     return _RecordedCall(key, tensors, tuple(nodes))
 
 
-def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:
+def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _FirstCall | None:
     """What is to be done for a call like this; None if it is to be traced again."""
     results, structure = torch_internals.flatten(returned)
     if not results or not all(isinstance(x, Tensor) and recorder.is_ordinary(x) for x in results):
@@ -155,7 +155,9 @@ def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorde
     if None in operand_places or (not gives_views and any(x.storage_offset() for x in tensors)):
         return None
     made = tuple(map(recorder.result_like, tensors))
-    return _Known(call.operands, tuple(nodes), made, tuple(cast("list[int]", operand_places)), structure, gives_views)
+    return _FirstCall(
+        call.operands, tuple(nodes), made, tuple(cast("list[int]", operand_places)), structure, gives_views
+    )
 
 
 def _is_copyable(node: fx.Node) -> bool:
@@ -165,7 +167,12 @@ def _is_copyable(node: fx.Node) -> bool:
 
 
 def _repeat(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: _RecordedCall, known: _Known, recorder: Recorder
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: _RecordedCall,
+    known: _FirstCall,
+    recorder: Recorder,
 ) -> Any:
     """What `func` gives, when a call like this one is known."""
     if known.gives_views:

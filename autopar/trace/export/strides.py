@@ -10,7 +10,7 @@ __all__ = ["row_major_strides"]
 
 
 @dataclass
-class _Run:
+class _JoinedDims:
     """Dims that follow each other in memory, taken as one; `last` is the place of the last entry that is read."""
 
     entries: int
@@ -47,8 +47,8 @@ def row_major_strides(x: Tensor, view: Tensor) -> tuple[tuple[int, ...], int] | 
     return (tuple(strides), offset) if is_within else None
 
 
-def _runs(x: Tensor) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(x: Tensor) -> list[_JoinedDims]:
+    runs: list[_JoinedDims] = []
     row_major_step = x.numel()
     for size, step in zip(x.shape, x.stride(), strict=True):
         row_major_step //= max(1, size)
@@ -56,5 +56,5 @@ def _runs(x: Tensor) -> list[_Run]:
         if runs and runs[-1].step == step * size:
             entries *= runs.pop().entries
         if entries > 1:
-            runs.append(_Run(entries, step, row_major_step))
+            runs.append(_JoinedDims(entries, step, row_major_step))
     return runs

@@ -77,7 +77,7 @@ class _Documents:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _MaskSample:
     """What a mask's ops make of one random input, and what the mask lets through: ``[batch or 1, tokens, tokens]``."""
 
     values: Mapping[str, Tensor]
@@ -108,7 +108,7 @@ def _find(graph: Graph, mask: str, batch: int, tokens: int) -> _Documents | None
     return None
 
 
-def _reach(trials: Sequence[_Trial]) -> int:
+def _reach(trials: Sequence[_MaskSample]) -> int:
     """The window of a mask, if it is one: no token sees another one as far away."""
     return 1 + max(int((own - seen).abs().max()) for trial in trials for _, own, seen in [trial.visible.nonzero().T])
 
@@ -117,13 +117,13 @@ def _is_integer(kind: TensorType) -> bool:
     return kind.dtype.startswith(("int", "uint"))
 
 
-def _tells_documents(trial: _Trial) -> bool:
+def _tells_documents(trial: _MaskSample) -> bool:
     """Whether some token sees another one, and some doesn't see one before it."""
     below = torch.ones_like(trial.visible).tril(-1)
     return bool((trial.visible & below).any()) and bool((~trial.visible & below).any())
 
 
-def _fits(trial: _Trial, documents: _Documents) -> bool:
+def _fits(trial: _MaskSample, documents: _Documents) -> bool:
     expected, visible = _visible(trial.values[documents.ids], documents), trial.visible
     return bool((expected == visible).all())  # one of them may stand for all rows of the batch
 
@@ -231,7 +231,7 @@ class _ShortCone:
         is_it = abs(documents.window - _WINDOW) <= _NEAR
         return replace(documents, window=documents.window + self.shift) if is_it else None
 
-    def run(self, seed: int) -> _Trial | None:
+    def run(self, seed: int) -> _MaskSample | None:
         """On random inputs; None if they are such that the ops fail."""
         graph = self.cone.graph
         generator = torch.Generator().manual_seed(seed)
@@ -255,7 +255,7 @@ class _ShortCone:
         if not bool((visible | hidden).all()):
             return None
         folded = self._folded(visible)
-        return None if folded is None else _Trial(values, folded)
+        return None if folded is None else _MaskSample(values, folded)
 
     def _folded(self, visible: Tensor) -> Tensor | None:
         """``[batch or 1, tokens, tokens]`` of a mask that is the same for all heads."""
@@ -303,7 +303,7 @@ def _drawn(
 # ---------------------------------------------------------------- whether both forms are the same function
 
 
-def _is_same(trial: _Trial, documents: _Documents) -> bool:
+def _is_same(trial: _MaskSample, documents: _Documents) -> bool:
     """Whether each document on its own gives what attention with the mask gives, and its gradients."""
     generator = torch.Generator().manual_seed(0)
     ids = trial.values[documents.ids].view(-1, trial.visible.shape[-1])

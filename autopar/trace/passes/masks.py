@@ -27,7 +27,7 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Window:
     """Each row sees what is less than `window` places away, 0: everything; with `is_causal` nothing behind it."""
 
     is_causal: bool
@@ -41,7 +41,7 @@ def restore_attention_masks(graph: Graph) -> Graph:
     """
     cone = constant_cone(graph)
     evaluator = Evaluator(graph)
-    forms: dict[str, _Form | None] = {}
+    forms: dict[str, _Window | None] = {}
 
     def step(op: Op) -> Iterable[Op] | None:
         mask = argument(op, 3, "attn_mask", None) if op.target == ATTENTION else None
@@ -67,7 +67,7 @@ def _with_attention_mask(op: Op, *, is_causal: bool) -> Op:
     return replace(op, args=(*op.args[:3], None, dropout, is_causal), kwargs=rest)
 
 
-def _with_window(op: Op, form: _Form, graph: Graph) -> list[Op] | None:
+def _with_window(op: Op, form: _Window, graph: Graph) -> list[Op] | None:
     shapes = [graph.types[name].shape for name in op.operands[:3]]
     if argument(op, 4, "dropout_p", 0.0) or any(len(shape) != 4 or shape[::2] != shapes[0][::2] for shape in shapes):
         return None
@@ -75,7 +75,7 @@ def _with_window(op: Op, form: _Form, graph: Graph) -> list[Op] | None:
     return [replace(op, target=WINDOWS, args=args, kwargs=())]
 
 
-def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | None:
+def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Window | None:
     if len(kind.shape) < 2 or kind.dtype.startswith(("int", "uint", "complex")):
         return None
     name = _without_repeats(evaluator, name)
@@ -83,7 +83,7 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | Non
     shape = evaluator.core_shape(name)
     if len(shape) < 2 or shape[-2] != num_rows:  # one row for all can't be causal
         is_full = all(bool(visibility(part)[0].all()) for *_, part in evaluator.blocks(name))
-        return _Form(is_causal=False) if is_full else None
+        return _Window(is_causal=False) if is_full else None
     form = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
     if form is None:
         parts: list[tuple[Tensor, Tensor]] = []
@@ -96,20 +96,20 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | Non
     return _form_of(form[0], form[1], num_columns)
 
 
-def _form_of(first: Tensor, stop: Tensor, columns: int) -> _Form | None:
+def _form_of(first: Tensor, stop: Tensor, columns: int) -> _Window | None:
     """The form of a mask whose rows see the columns from `first` to `stop` (exclusive)."""
     rows = len(first)
     places = torch.arange(rows)
     if bool((first == 0).all() & (stop == columns).all()):
-        return _Form(is_causal=False)
+        return _Window(is_causal=False)
     window = int((places - first).max()) + 1
     is_causal = bool((stop == (places + 1).clamp(max=columns)).all())
     if rows == 1 or bool((first != (places - window + 1).clamp(min=0)).any()):
         return None
     if is_causal and window >= rows:
-        return _Form(is_causal=True)
+        return _Window(is_causal=True)
     ahead = bool((stop == (places + window).clamp(max=columns)).all())
-    return _Form(is_causal, window) if rows == columns and (is_causal or ahead) else None
+    return _Window(is_causal, window) if rows == columns and (is_causal or ahead) else None
 
 
 def _intervals(mask: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopar.trace.calls.input_computations import Computation, Operand, Step, map_arguments
+from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, map_arguments
 from autopar.trace.calls.signature import MOST_READ, CallForm, ReadValues
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.compat.source_lines import user_line
@@ -107,7 +107,7 @@ class AskedValues:
             last = Operand(len(computation.places) + len(computation.steps) - 1)
             if not computation.steps:
                 last = Operand(0)
-            step = Step("aten.nonzero.default", (last,))
+            step = ComputedOp("aten.nonzero.default", (last,))
             computation = Computation(computation.places, (*computation.steps, step))
         if not computation.places:  # the same in every call of these shapes
             with torch_internals.plain_tensors():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from autopar.trace.calls.input_computations import Computation, Operand, Step, map_arguments
+from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, map_arguments
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.torch_recording import Recorder
 
@@ -33,7 +33,7 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
     needed = _behind(recording.graph, [last])
     own = [node for node in needed if node in places]
     results: dict[fx.Node, Any] = {node: Operand(index) for index, node in enumerate(own)}
-    steps: list[Step] = []
+    steps: list[ComputedOp] = []
     memory = {key for node in own for key in _memory_of(node)}
 
     def given(arg: Any) -> Any:
@@ -53,11 +53,11 @@ def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]
         target = "getitem" if node.target is getitem else str(node.target)
         kwargs = tuple((name, map_arguments(arg, given)) for name, arg in node.kwargs.items())
         results[node] = Operand(len(own) + len(steps))
-        steps.append(Step(target, map_arguments(node.args, given), kwargs))
+        steps.append(ComputedOp(target, map_arguments(node.args, given), kwargs))
     if not own and not steps:
         return None
     if steps and results[last] != Operand(len(own) + len(steps) - 1):  # written to since: the result comes last
-        steps.append(Step("aten.alias.default", (results[last],)))
+        steps.append(ComputedOp("aten.alias.default", (results[last],)))
     return Computation(tuple(places[node] for node in own), tuple(steps))
 
 

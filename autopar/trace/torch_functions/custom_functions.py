@@ -40,7 +40,7 @@ class _Hole:
 
 
 @dataclass
-class _Call:
+class _FunctionOp:
     """What the calls of one op have in common.
 
     Args:
@@ -104,7 +104,7 @@ class _Call:
 
 
 _HOLE = _Hole()
-_CALLS: dict[str, _Call] = {}  # as torch keeps its ops: for the life of the process
+_CALLS: dict[str, _FunctionOp] = {}  # as torch keeps its ops: for the life of the process
 
 
 def call_as_op(function: type, args: tuple[Any, ...]) -> Any:
@@ -136,13 +136,13 @@ def call_as_op(function: type, args: tuple[Any, ...]) -> Any:
     return torch_internals.unflatten(_filled(call.returned, flat_results), call.returned_structure)
 
 
-def _find(function: type, leaves: tuple[Any, ...], structure: Any, tensors: Sequence[Tensor]) -> _Call:
+def _find(function: type, leaves: tuple[Any, ...], structure: Any, tensors: Sequence[Tensor]) -> _FunctionOp:
     text = f"{function.__module__}.{function.__qualname__} {leaves!r} {structure}"
     name = f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     while name in _CALLS and _CALLS[name].function is not function:
         name += "_"  # another class of the same name, such as one that was made in a function twice
     if name not in _CALLS:
-        call = _Call(name, function, leaves, structure)
+        call = _FunctionOp(name, function, leaves, structure)
         call.register(tensors)
         _CALLS[name] = call
     return _CALLS[name]

@@ -36,7 +36,7 @@ _WRITES = (
 """What may put rows in the order of a mask as well, and isn't replaced."""
 
 
-class _Order:
+class _CurrentOrder:
     """The order that a call under way has, and how many times it was used."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -44,7 +44,7 @@ class _Order:
         self.uses = 0
 
 
-_current: ContextVar[_Order | None] = ContextVar("feature_order", default=None)
+_current: ContextVar[_CurrentOrder | None] = ContextVar("feature_order", default=None)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def features_in_order(order: Tensor | None) -> Generator[None]:
     if order is None:
         yield
         return
-    known = _Order(order)
+    known = _CurrentOrder(order)
     token = _current.set(known)
     try:
         with _MaskedScatters():
