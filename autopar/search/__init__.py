@@ -1,10 +1,8 @@
 """Search: from prices to a plan.
 
-Candidates of a layer (`layer_candidates`) come from an exact search inside of it (`layer_problem`, `layer_solutions`,
-`variable_elimination`).  Across layers, a chain of candidates is solved by dynamic programming (`chain_dp`) with a
-price of memory (`lagrangian`), without stages (`single_stage`) and with them (`pipeline`).  `microbatches` says how a
-batch may be divided, `constraints` what the user demands, `plan_selection` which plan is fastest when steps are
-simulated.
+`layer`: an exact search inside each layer gives its candidates.  `chain`: across layers, dynamic programming with a
+price of memory chooses one for each.  `pipeline`: the same with stages.  `microbatches` says how a batch may be
+divided, `settings` what the user demands, `plan_selection` which plan is fastest when steps are simulated.
 """
 
 from autopar.search.call_search import plan_like, stage_constraints, stages_of

@@ -1,7 +1,7 @@
 """trace: a torch module and example inputs become a `Program`.
 
-`capture` exports the module on fake tensors, `conversion` makes plain data of it, the passes listed in
-`autopar.trace.tracing.PASSES` normalize it, `factors` attaches rules, `layers` and `kinds` cut it.
+`export` runs the module on fake tensors and makes plain data of the graph; the passes listed in
+`autopar.trace.tracing.PASSES` normalize it, `annotations` attaches rules, `layers` cuts it.
 """
 
 from autopar.trace.calls.call_tensors import call_opener
