@@ -110,7 +110,7 @@ def samples(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*SEEDS, None], ids=lambda seed: "stages" if seed is None else seed)
 def test_sampling_goes_on_with_the_training(seed: int | None) -> None:
     def train(model: Any) -> tuple[list[float], Tensor, Tensor]:

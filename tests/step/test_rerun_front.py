@@ -115,6 +115,7 @@ def test_points_of_a_front_train_as_one_device(program: Program) -> None:
             assert Plan.from_json(changed.to_json()) == changed
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_any_ops_may_run_again(name: str) -> None:
     who = subject(name, torch.float64)

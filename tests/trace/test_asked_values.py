@@ -127,6 +127,7 @@ def test_an_answer_is_constant_and_other_inputs_may_have_it(how: str) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.slow
 def test_what_follows_from_constants_alone_is_known_and_compared_with_nothing() -> None:
     model = Asking("of_constants")
     traced = trace(model, (rows(),), {})
@@ -164,6 +165,7 @@ def test_a_model_that_asks_nothing_computes_nothing_of_its_inputs() -> None:
     assert not trace(model, (rows(),), {}).computed_values
 
 
+@pytest.mark.slow
 def test_calls_with_other_answers_are_planned_once() -> None:
     model = Asking("selected").double()
     batches = [x.double() for x in (rows(1), rows(2, seed=1), rows(1, seed=2), rows(seed=3))]

@@ -53,6 +53,7 @@ class Nested(nn.Module):
         return sum((part(x) for part in self.parts), self.parts[0](2 * x))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraints", [["data=2"], ["zero=3", "recompute=full"]])
 def test_assigned_buffers_are_updated(constraints: list[str]) -> None:
     torch.manual_seed(0)

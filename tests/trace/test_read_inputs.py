@@ -156,6 +156,7 @@ def on_two_ranks(act: Any) -> list[Any]:
     return simulate(2, lambda talk: act(build(model, traced, plan, talk, planner=planner), model, talk))
 
 
+@pytest.mark.slow
 def test_calls_with_other_values_are_planned_once() -> None:
     def act(made: Any, model: nn.Module, talk: Communicator) -> int:
         for seed, sizes in enumerate([SIZES, torch.tensor([4, 2, 2]), SIZES, torch.tensor([4, 2, 2])]):

@@ -220,6 +220,7 @@ def checkpoints(block, x):
     return torch.utils.checkpoint.checkpoint(lambda y: y.exp().sin(), x, use_reentrant=bool(block.index % 2))
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -67,6 +67,7 @@ def assert_as_called(model: nn.Module, inputs: dict[str, Any]) -> None:
     torch.testing.assert_close(loss, model(**inputs).loss, rtol=1e-6, atol=0)  # it is computed in float32
 
 
+@pytest.mark.slow
 def test_masks_that_a_call_leaves_out() -> None:
     """Its attention is not causal by itself, so that all tokens see each other where there is no mask."""
     models.skip_before_transformers_5("its masks are made elsewhere")

@@ -141,6 +141,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(self.hidden(x).relu()), labels)
 
 
+@pytest.mark.slow
 def test_a_model_of_few_modules_has_stages_if_they_are_asked_for() -> None:
     torch.manual_seed(0)
     model, inputs = Classifier(), (torch.randn(8, 1, 4, 4), torch.arange(8) % 4)
@@ -169,6 +170,7 @@ class _Downsampled(nn.Module):
         return nn.functional.cross_entropy(self.head(self.stages(images).mean((2, 3))), labels)
 
 
+@pytest.mark.slow
 def test_shrunken_batches_leave_enough_values_to_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, labels = _Downsampled(), torch.randint(8, (8,))
