@@ -65,6 +65,16 @@ class Options:
             self.shard,
         )  # fmt: skip
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Those that every rank must give alike, as text."""
+        optimizer = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "")
+        shared = {
+            "memory": self.memory, "optimizer": optimizer, "precision": self.precision, "constraints": self.constraints,
+            "profile": type(self.profile).__name__, "compile": self.compile, "shard": self.shard,
+        }  # fmt: skip
+        return tuple(f"{name}={value}" for name, value in shared.items())
+
 
 def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
     """The options that the user passed to ``torch.compile``.

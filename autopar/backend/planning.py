@@ -69,6 +69,7 @@ def plan_graph(
     started_s = time.perf_counter()
     module = make_module(graph, values)
     inputs = [values[place] for place in graph.places("input")]
+    agree_equal(group, options.texts, "options of torch.compile", "Pass the same options on every rank")
     agree(group, lambda: _refuse_hidden_gradients(graph))
     result = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), session, trains=trains))
     trace_s = time.perf_counter() - started_s
@@ -183,14 +184,15 @@ def _with_loss(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
 
 def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], traced: Traced, session: Session) -> None:
     """Raise MeshError, on every rank, where inputs or constants differ, or parameters when they are first met."""
+    group = session.group
     agree_equal(
-        session.group, digest_tensors(("input", x) for x in inputs), "batches",
+        group, agree(group, lambda: digest_tensors(("input", x) for x in inputs)), "batches",
         "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
     )  # fmt: skip
     members = session.unchecked([*module.parameters(), *module.buffers()])
     known = [*(("member", x) for x in members if not isinstance(x, DTensor)), *traced.constants.items()]
     agree_equal(
-        session.group, digest_tensors(known), "initial values of parameters or buffers",
+        group, agree(group, lambda: digest_tensors(known)), "initial values of parameters or buffers",
         "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
         "everywhere",
     )  # fmt: skip
