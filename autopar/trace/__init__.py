@@ -13,10 +13,10 @@ from autopar.trace.compat.flex_attention import dense_flex_attention
 from autopar.trace.compat.source_lines import frame_of_text
 from autopar.trace.compat.torch_internals import argument_source, is_wrapped_number
 from autopar.trace.experts.grouped_products import accurate_products
-from autopar.trace.export.capture import copy_with
 from autopar.trace.export.captured_graphs import function_gradients, hidden_backwards, run_captured
 from autopar.trace.layers.cutting import LayerNeeds
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
+from autopar.trace.module_attributes.model_copies import copy_with, own_copy
 from autopar.trace.padded.any_length import check_one_graph, reading_last_entry
 from autopar.trace.padded.prefixes import LongerProgram, PaddingError, compare, ignored_labels
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER
@@ -48,6 +48,7 @@ __all__ = [
     "hidden_backwards",
     "ignored_labels",
     "is_wrapped_number",
+    "own_copy",
     "put_loss_inside",
     "reading_last_entry",
     "require_target",

@@ -6,7 +6,6 @@ and compares the loss, every gradient and the parameters after some optimizer st
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from autopar.planning.arguments import check_materialized
 from autopar.planning.call_plans import CallPlanner
 from autopar.planning.call_traces import ExampleInputs, as_call, trace_model
 from autopar.step.plan_check import check_fit
-from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
+from autopar.trace import LossFunction, Traced, default_example_inputs, own_copy, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
 from autopar.verify.differences import largest_entry, number_error, relative_error
 from autopar.verify.rehearsal import (
@@ -171,7 +170,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
-    double = copy.deepcopy(model).double().train()
+    double = own_copy(model).double().train()
     smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches * most_pieces(plan)) if shrink else ()
     inputs, traced, follows = _first_that_fits(planned, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):

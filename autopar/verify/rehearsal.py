@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from autopar.planning.building import build, call_planner
 from autopar.planning.call_plans import CallPlanner
 from autopar.planning.call_traces import ExampleInputs, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
-from autopar.trace import Traced, accurate_products, dense_flex_attention
+from autopar.trace import Traced, accurate_products, dense_flex_attention, own_copy
 from autopar.verify.differences import are_equal, as_float64, largest_difference
 from autopar.verify.eval_outputs import eval_outputs
 
@@ -116,7 +115,7 @@ def run_single(
     With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype; `follows_integers` as
     in `needs_wide_integers`.
     """
-    model, fresh = copy.deepcopy(model), copy.deepcopy(model)
+    model, fresh = own_copy(model), own_copy(model)
     members = (x for each in (model, fresh) for x in (*each.parameters(), *each.buffers()))
     roots = (*members, *leaves_of((inputs, *batches, *others)))
     keep = _KeepDouble(roots, follows_integers=follows_integers) if in_double else nullcontext()

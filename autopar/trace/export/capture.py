@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.objects.references import redirect
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
 from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
@@ -29,7 +26,9 @@ from autopar.trace.export.repeated_calls import RepeatedCalls
 from autopar.trace.module_attributes.assigned_attributes import AttributeWatch, Changed
 from autopar.trace.module_attributes.assigned_buffers import written_assignments
 from autopar.trace.module_attributes.attribute_reads import Reads, recorded_reads
+from autopar.trace.module_attributes.held_members import HeldMembers
 from autopar.trace.module_attributes.hooked_tensors import notes_on_kept_tensors
+from autopar.trace.module_attributes.model_copies import copy_with
 from autopar.trace.python_values.asked_values import AskedValues, Questions
 from autopar.trace.python_values.host_draws import refuse_host_draws
 from autopar.trace.python_values.read_inputs import (
@@ -55,7 +54,7 @@ from autopar.trace.torch_functions.running_statistics import written_statistics
 from autopar.trace.torch_functions.selections import Selections, refuse_output
 from autopar.trace.torch_functions.written_functions import written_functions
 
-__all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
+__all__ = ["WRAPPED", "Captured", "capture"]
 
 _CHECKPOINTS = (
     "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
@@ -116,12 +115,17 @@ class _Wrapper(nn.Module):
         self.questions = questions
         self._autocast = autocast
         self.add_module(WRAPPED, module)
+        self._held = HeldMembers(module)
         self._form = form
         self.records = _Records()
         self.is_second = False
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
+        with self._held.exchanged():
+            return self._returned(tensors)
+
+    def _returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
         self.questions.begin(tensors)
@@ -281,22 +285,6 @@ def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor
     if not isinstance(tensor, nn.Parameter):
         return torch_internals.fake_tensor(mode, tensor)
     return torch_internals.fake_parameter(mode, tensor, _cast(tensor, dtype))
-
-
-def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of `model` in which every t of `members`, its parameters and buffers, is ``swap(t)``."""
-    memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
-    try:
-        made = copy.deepcopy(model, memo)
-        for module in made.modules():  # deepcopy leaves functions as they are
-            functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
-            vars(module).update(redirect(functions, memo))
-            for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
-                hooks: dict[int, Any] = vars(module)[name]
-                hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
-        return made
-    except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
-        return torch_internals.clone_tree(model, swap)
 
 
 def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:

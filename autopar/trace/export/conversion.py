@@ -220,7 +220,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
             parameters[name] = member
             builder.roles[name] = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[name] = _constant(exported, spec.target)
+            constants[name] = _constant(exported, spec.target, placeholders[name])
             builder.roles[name] = "constant"
         else:
             raise TraceError(f"the model holds {spec.target!r}, which is no tensor and takes part in the computation")
@@ -250,9 +250,15 @@ def _member(target: str | None) -> str:
     return str(target).removeprefix(WRAPPED + ".")
 
 
-def _constant(exported: Functional, target: str | None) -> Tensor:
+def _constant(exported: Functional, target: str | None, node: fx.Node) -> Tensor:
     value = exported.constants[str(target)]
     assert isinstance(value, Tensor)
+    if torch_internals.is_fake(value):
+        where = next((_source(user) for user in [*node.users] if _source(user)), "the model")
+        raise TraceError(
+            f"{where}: a parameter or buffer of {value.dtype} {list(value.shape)} is read from an object that is no "
+            "module, list, dict or function, so that its values would never change: read it from its module"
+        )
     return value.detach().cpu()
 
 

@@ -18,7 +18,7 @@ from autopar.ops import with_rule
 from autopar.program import Layer, Op, Program, Ref, TensorType, Value
 from autopar.trace.calls.signature import CallForm, call_form
 from autopar.trace.calls.structure import describe
-from autopar.trace.export.capture import copy_with
+from autopar.trace.module_attributes.model_copies import copy_with
 from autopar.trace.padded.prefixes import PaddingError
 
 __all__ = ["check_one_graph", "reading_last_entry"]

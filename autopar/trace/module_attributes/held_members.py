@@ -1,0 +1,71 @@
+"""Parameters and buffers that modules hold a second time: ``self.weights = [self.up, self.down]``.
+
+While a model is exported, torch has its own tensors in the modules' tables in place of parameters and buffers.  Those
+in lists, dicts and functions stay, and an export takes them for constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import nn
+
+from autopar.objects.references import redirect
+
+__all__ = ["HeldMembers"]
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class HeldMembers:
+    """Those of `module`, and of the modules inside of it, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [*module.modules()]
+        self._places = {
+            id(member): (table, name)
+            for part in self._modules
+            for table in _tables(part)
+            for name, member in table.items()
+            if member is not None
+        }
+        self._held = [
+            (vars(part), name, value)
+            for part in self._modules
+            for name, value in vars(part).items()
+            if name not in _TABLES and self._are_in(value)
+        ]
+
+    def _are_in(self, value: Any) -> bool:
+        found = _Found(dict.fromkeys(self._places))
+        redirect(value, found)
+        return found.was_read
+
+    @contextmanager
+    def exchanged(self) -> Generator[None]:
+        """Inside, attributes hold what the tables of modules have now."""
+        ids = {member: table[name] for member, (table, name) in self._places.items()}
+        made = [(own, name, value, redirect(value, ids)) for own, name, value in self._held]
+        for own, name, _, other in made:
+            own[name] = other
+        try:
+            yield
+        finally:
+            for own, name, value, other in made:
+                if own.get(name) is other:  # else forward has set it
+                    own[name] = value
+
+
+class _Found(dict[int, None]):
+    """Notes that an entry was read."""
+
+    was_read = False
+
+    def __getitem__(self, key: int) -> None:
+        self.was_read = True
+
+
+def _tables(module: nn.Module) -> Iterable[dict[str, Any]]:
+    return cast("tuple[dict[str, Any], ...]", (vars(module)["_parameters"], vars(module)["_buffers"]))

@@ -1,0 +1,36 @@
+"""Copies of models whose attributes refer to the copy: lists, closures and hooks, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.objects.references import redirect
+from autopar.trace.compat import torch_internals
+
+__all__ = ["copy_with", "own_copy"]
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy that shares no parameter or buffer with `model`, as ``copy.deepcopy`` does with those of closures."""
+    return copy_with(model, [*model.parameters(), *model.buffers()], copy.deepcopy)
+
+
+def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `model` in which every t of `members`, its parameters and buffers, is ``swap(t)``."""
+    memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
+    try:
+        made = copy.deepcopy(model, memo)
+        for module in made.modules():  # deepcopy leaves functions as they are
+            functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
+            vars(module).update(redirect(functions, memo))
+            for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
+                hooks: dict[int, Any] = vars(module)[name]
+                hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
+        return made
+    except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
+        return torch_internals.clone_tree(model, swap)

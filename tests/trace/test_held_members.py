@@ -1,0 +1,53 @@
+"""Parameters that modules hold a second time, in lists, dicts and functions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        up, down, bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(4))
+        self.up, self.down, self.bias = up, down, bias
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]), requires_grad=False)
+        self.weights, self.others = [up, down], {"scale": (self.scale,)}
+        self.shift = lambda x: x + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return (self.shift(x) * self.others["scale"][0]).square().mean()
+
+
+def test_they_are_those_of_the_modules() -> None:
+    model, inputs = Network(), {"x": torch.randn(8, 4)}
+    weights = model.weights
+    traced = trace(model, (), inputs)
+    assert sorted(traced.program.parameters.values()) == ["bias", "down", "scale", "up"]
+    assert not traced.constants
+    assert model.weights is weights
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=["data=2"])
+    autopar.verify(model, plan, inputs, steps=2)
+
+
+def test_those_of_other_objects_are_refused() -> None:
+    class Boxed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.box = SimpleNamespace(weight=self.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.box.weight).sum()
+
+    with pytest.raises(TraceError, match=r"test_held_members.py:\d+: a parameter or buffer .* read from an object"):
+        trace(Boxed(), (torch.ones(8, 4),), {})
