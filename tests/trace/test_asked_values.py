@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,10 @@ class Asking(nn.Module):
         (places,) = (x != 0).any(-1).nonzero(as_tuple=True)
         return self.linear(x)[places].softmax(0)
 
+    def array(self, x: Tensor) -> Tensor:
+        lengths = (x != 0).sum(-1).cpu().numpy()
+        return self.linear(x)[: int(np.asarray((x > 0).sum(-1)).max() - lengths.min())].softmax(0)
+
     def counted(self, x: Tensor) -> Tensor:
         return self.linear(x)[: int((x[:, 0] > 0).sum())].softmax(0)
 
@@ -83,6 +88,10 @@ class Asking(nn.Module):
     def of_a_buffer(self, x: Tensor) -> Tensor:
         return self.linear(x)[: int((x[:, 0] > self.limit).sum())]
 
+    def array_of_results(self, x: Tensor) -> Tensor:
+        places: Any = self.linear(x).detach().mean(0).topk(2).indices.numpy()
+        return x[:, places[0] :]
+
     def of_results(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y[y[:, 0] > 0].softmax(0)
@@ -102,7 +111,7 @@ def rows(*empty: int, seed: int = 0) -> Tensor:
 
 
 ANSWERED = {
-    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "distinct": (rows(1), (4, 0, 4, 4)),
+    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "distinct": (rows(1), (4, 0, 4, 4)), "array": (rows(1), (4, 0, 4, 4)),
     "placed": (rows(0, 3), (1, 2)),
     "counted": (rows(2), (3,)), "branched": (rows(), (0,)),
 }  # fmt: skip
@@ -143,7 +152,7 @@ def test_all_of_a_selection_is_the_tensor_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["rounded", "drawn", "of_a_buffer", "of_results", "selected_results", "written_to"]
+    "how", ["rounded", "drawn", "of_a_buffer", "of_results", "array_of_results", "selected_results", "written_to"]
 )  # fmt: skip
 def test_what_follows_from_more_than_inputs_stays_refused(how: str) -> None:
     with pytest.raises(TraceError, match=r"so the model is not one graph|needs a size that depends on values"):

@@ -411,10 +411,13 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
 
 
 def _needs_a_number(chain: Sequence[BaseException]) -> bool:
-    """Whether Python was given a number that the trace doesn't know, where it takes none (sets and keys of dicts)."""
+    """Whether Python was given a number that the trace doesn't know, where it takes none (sets and keys of dicts), or
+    asked for an array.
+    """
     symbols = [kind.__name__ for kind in torch_internals.SYMBOLIC]
     is_taken_wrong = isinstance(chain[-1], TypeError) and any(name in str(chain[-1]) for name in symbols)
-    return is_taken_wrong or any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain)
+    is_array = any(str(e).startswith(".numpy() is not supported") for e in chain)
+    return is_taken_wrong or is_array or any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +26,7 @@ from autopar.trace.python_values.recorded_computations import computation_of
 __all__ = ["AskedValues", "Questions"]
 
 _NUMBERS = ("item", "__bool__", "__int__", "__index__", "__float__")
+_ARRAYS = ("numpy", "__array__")
 _FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty"})
 _WITH_SIZES = _FACTORIES | {
     "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "view", "reshape", "expand",
@@ -140,6 +142,15 @@ class AskedValues:
         known = self.answer(x) if torch_recording.recorder() else None
         return plain(x if known is None else known)
 
+    def array_of(self, x: Tensor, plain: Callable[[Tensor], Any]) -> Any:
+        """An array of NumPy's of `x`, likewise."""
+        known = self.answer(x) if torch_recording.recorder() else None
+        if known is None:
+            return plain(x)
+        values = known.tolist()
+        with torch_internals.plain_tensors():
+            return plain(torch.tensor(values, dtype=known.dtype))
+
 
 class Questions(TorchFunctionMode):
     """In this context, numbers of tensors and places of entries are what `asked` answers."""
@@ -166,6 +177,8 @@ class Questions(TorchFunctionMode):
         if func in self._numbers and isinstance(x, Tensor):
             known = self._asked.answer(x)
             return func(*args, **named) if known is None else func(known)
+        if name in _ARRAYS and isinstance(x, Tensor):
+            return self._asked.array_of(x, lambda known: func(known, *args[1:], **named))
         if name in _PLACES and isinstance(x, Tensor) and (name != "where" or len(args) + len(named) == 1):
             places = self._asked.answer(x, are_places=True, is_size=True)
             if places is not None:
