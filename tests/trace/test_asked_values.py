@@ -111,7 +111,8 @@ def rows(*empty: int, seed: int = 0) -> Tensor:
 
 
 ANSWERED = {
-    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "distinct": (rows(1), (4, 0, 4, 4)), "array": (rows(1), (4, 0, 4, 4)),
+    "selected": (rows(1), (0, 2, 3)), "listed": (rows(1), (1, 2)), "distinct": (rows(1), (4, 0, 4, 4)),
+    "array": (rows(1), (4, 0, 4, 4)),
     "placed": (rows(0, 3), (1, 2)),
     "counted": (rows(2), (3,)), "branched": (rows(), (0,)),
 }  # fmt: skip
