@@ -411,13 +411,14 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
 
 
 def _needs_a_number(chain: Sequence[BaseException]) -> bool:
-    """Whether Python was given a number that the trace doesn't know, where it takes none (sets and keys of dicts), or
-    asked for an array.
+    """Whether Python was given a number or tensor that the trace doesn't know, where it takes none: in sets, as keys of
+    dicts, sizes and arrays.
     """
-    symbols = [kind.__name__ for kind in torch_internals.SYMBOLIC]
-    is_taken_wrong = isinstance(chain[-1], TypeError) and any(name in str(chain[-1]) for name in symbols)
-    is_array = any(str(e).startswith(".numpy() is not supported") for e in chain)
-    return is_taken_wrong or is_array or any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain)
+    if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain):
+        return True
+    # Kinds that only a trace has, so the model does not fail by itself.
+    unknown = (*(kind.__name__ for kind in torch_internals.SYMBOLIC), "FakeTensor", ".numpy() is not supported")
+    return isinstance(chain[-1], (TypeError, RuntimeError)) and any(name in str(chain[-1]) for name in unknown)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
