@@ -13,7 +13,7 @@ JOBS := 2
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 # Neighboring tests share models and plans that are made once a process, so each process gets one half, and then what
 # is left.  Traces are shared by all processes of a run.
-PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
+PYTEST = $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 
 .PHONY: setup browser check test lint unit slow format docs demo bench matrix clean
 
@@ -43,6 +43,8 @@ lint: $(READY)
 unit: $(READY)
 	$(PYTEST) -m "not slow"
 
+# Ranks of one test wait for each other, and for timeouts: with two tests at a time two cores are idle in between.
+slow: JOBS = 3
 slow: $(READY)
 	$(PYTEST) -m slow
 
