@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from autopar.objects.attribute_owners import is_plain
 from autopar.objects.references import redirect
 
 __all__ = ["HeldMembers"]
@@ -31,17 +32,13 @@ class HeldMembers:
             for name, member in table.items()
             if member is not None
         }
+        found = _Found(dict.fromkeys(self._places))
         self._held = [
             (vars(part), name, value)
             for part in self._modules
             for name, value in vars(part).items()
-            if name not in _TABLES and self._are_in(value)
+            if name not in _TABLES and not is_plain(value) and found.are_in(value)
         ]
-
-    def _are_in(self, value: Any) -> bool:
-        found = _Found(dict.fromkeys(self._places))
-        redirect(value, found)
-        return found.was_read
 
     @contextmanager
     def exchanged(self) -> Generator[None]:
@@ -59,12 +56,18 @@ class HeldMembers:
 
 
 class _Found(dict[int, None]):
-    """Notes that an entry was read."""
+    """The ids of members; reading one of them is noted."""
 
     was_read = False
 
     def __getitem__(self, key: int) -> None:
         self.was_read = True
+
+    def are_in(self, value: Any) -> bool:
+        """Whether some are among what `redirect` replaces in `value`."""
+        self.was_read = False
+        redirect(value, self)
+        return self.was_read
 
 
 def _tables(module: nn.Module) -> Iterable[dict[str, Any]]:
