@@ -17,22 +17,23 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         up, down, bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(4))
-        self.up, self.down, self.bias = up, down, bias
+        slope = nn.Parameter(torch.full((4,), 0.5))
+        self.up, self.down, self.bias, self.slope = up, down, bias, slope
         self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]), requires_grad=False)
         self.weights, self.others = [up, down], {"scale": (self.scale,)}
-        self.shift = lambda x: x + bias
+        self.shift, self.squash = lambda x: x + bias, lambda x, slope=slope: torch.tanh(x * slope)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
             x = torch.tanh(x @ weight)
-        return (self.shift(x) * self.others["scale"][0]).square().mean()
+        return (self.squash(self.shift(x)) * self.others["scale"][0]).square().mean()
 
 
 def test_they_are_those_of_the_modules() -> None:
     model, inputs = Network(), {"x": torch.randn(8, 4)}
     weights = model.weights
     traced = trace(model, (), inputs)
-    assert sorted(traced.program.parameters.values()) == ["bias", "down", "scale", "up"]
+    assert sorted(traced.program.parameters.values()) == ["bias", "down", "scale", "slope", "up"]
     assert not traced.constants
     assert model.weights is weights
     plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=["data=2"])

@@ -417,7 +417,7 @@ def _needs_a_number(chain: Sequence[BaseException]) -> bool:
     if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain):
         return True
     # Kinds that only a trace has, so the model does not fail by itself.
-    unknown = (*(kind.__name__ for kind in torch_internals.SYMBOLIC), "FakeTensor", ".numpy() is not supported")
+    unknown = (*(kind.__name__ for kind in torch_internals.SYMBOLIC), "got FakeTensor", ".numpy() is not supported")
     return isinstance(chain[-1], (TypeError, RuntimeError)) and any(name in str(chain[-1]) for name in unknown)
 
 

@@ -254,7 +254,7 @@ def _constant(exported: Functional, target: str | None, node: fx.Node) -> Tensor
     value = exported.constants[str(target)]
     assert isinstance(value, Tensor)
     if torch_internals.is_fake(value):
-        where = next((_source(user) for user in [*node.users] if _source(user)), "the model")
+        where = next((source for user in [*node.users] if (source := _source(user))), "the model")
         raise TraceError(
             f"{where}: a parameter or buffer of {value.dtype} {list(value.shape)} is read from an object that is no "
             "module, list, dict or function, so that its values would never change: read it from its module"

@@ -24,10 +24,10 @@ class HeldMembers:
     """Those of `module`, and of the modules inside of it, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [*module.modules()]
+        parts = [*module.modules()]
         self._places = {
             id(member): (table, name)
-            for part in self._modules
+            for part in parts
             for table in _tables(part)
             for name, member in table.items()
             if member is not None
@@ -35,7 +35,7 @@ class HeldMembers:
         found = _Found(dict.fromkeys(self._places))
         self._held = [
             (vars(part), name, value)
-            for part in self._modules
+            for part in parts
             for name, value in vars(part).items()
             if name not in _TABLES and not is_plain(value) and found.are_in(value)
         ]
@@ -56,18 +56,20 @@ class HeldMembers:
 
 
 class _Found(dict[int, None]):
-    """The ids of members; reading one of them is noted."""
+    """The ids of members; that one was looked up is noted."""
 
-    was_read = False
+    was_met = False
 
-    def __getitem__(self, key: int) -> None:
-        self.was_read = True
+    def __contains__(self, key: object) -> bool:
+        is_there = super().__contains__(key)
+        self.was_met |= is_there
+        return is_there
 
     def are_in(self, value: Any) -> bool:
         """Whether some are among what `redirect` replaces in `value`."""
-        self.was_read = False
+        self.was_met = False
         redirect(value, self)
-        return self.was_read
+        return self.was_met
 
 
 def _tables(module: nn.Module) -> Iterable[dict[str, Any]]:

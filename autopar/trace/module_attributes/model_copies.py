@@ -16,7 +16,7 @@ __all__ = ["copy_with", "own_copy"]
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares no parameter or buffer with `model`, as ``copy.deepcopy`` does with those of closures."""
+    """A copy that shares no parameter or buffer with `model`; ``copy.deepcopy`` alone shares those of closures."""
     return copy_with(model, [*model.parameters(), *model.buffers()], copy.deepcopy)
 
 
