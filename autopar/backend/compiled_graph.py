@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.backend.dynamo_graph import CapturedGraph
 from autopar.backend.options import Options, read_options
@@ -14,7 +15,7 @@ from autopar.backend.planning import plan_graph
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import Session, session_of
 from autopar.backend.storage import with_whole_inputs
-from autopar.lower.communication.consensus import agree
+from autopar.lower.communication.consensus import agree, agree_equal
 
 __all__ = ["CompiledGraph"]
 
@@ -41,7 +42,7 @@ class CompiledGraph:
             AutoparError: one of its kinds, on every rank, before any rank waits for another.
         """
         if self._options is None:
-            self._options = read_options(self._given, self._mode)
+            self._options = self._read_options()
         if self._runs_as_it_is:
             return self._graph.code(*values)
         session = session_of(self._options.mesh)
@@ -57,6 +58,21 @@ class CompiledGraph:
             self._running[key], values = self._plan(values, self._options, session, trains=trains)
         running = self._running[key]
         return self._graph.code(*values) if running is None else running(values)
+
+    def _read_options(self) -> Options:
+        """The options, which no rank takes alone: one that can't read its own is heard of on all."""
+        mesh = (self._given or {}).get("mesh")
+        if self._runs_as_it_is or not isinstance(mesh, DeviceMesh):  # ranks plan nothing, or have nowhere to meet
+            return read_options(self._given, self._mode)
+        session = session_of(mesh)
+
+        def read() -> Options:
+            options = agree(session.group, lambda: read_options(self._given, self._mode))
+            remedy = "Pass the same options on every rank"
+            agree_equal(session.group, options.texts, "options of torch.compile", remedy)
+            return options
+
+        return session.together(self._name, read)
 
     def _plan(
         self, values: tuple[Any, ...], options: Options, session: Session, *, trains: bool
@@ -75,5 +91,10 @@ class CompiledGraph:
                     running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
                 return running, tuple(planned.replaced.get(id(value), value) for value in values)
 
+        return session.together(self._name, plan)
+
+    @property
+    def _name(self) -> str:
+        """What the graph is called in messages."""
         names = [*self._graph.names("input"), *self._graph.names("parameter")]
-        return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)
+        return f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ..."

@@ -273,6 +273,7 @@ def fail_in_many_ways() -> dict[str, str]:
         "graphs": lambda: compile_for(more_on_rank_0, mesh)(torch.ones(4, 8)),
         "batches": lambda: compile_for(model, mesh)(torch.full((4, 8), float(rank))),
         "options": lambda: compile_for(model, mesh, shard=rank == 0)(torch.ones(4, 8)),
+        "a misspelled option": lambda: compile_for(model, mesh, **({} if rank else {"memroy": 1}))(torch.ones(4, 8)),
         "writes": lambda: compile_for(write, mesh)(torch.ones(4, 8)),
         "memory": lambda: compile_for(model, mesh, memory="1KiB")(torch.ones(4, 8)),
         "no mesh": lambda: torch.compile(model, backend="autopar")(torch.ones(4, 8)),
@@ -293,6 +294,7 @@ def test_what_cannot_be_done_is_said_on_every_rank() -> None:
         assert "let no Python value that differs by rank" in said["graphs"]
         assert said["batches"].startswith("MeshError: ranks were given different batches")
         assert "options of torch.compile: rank 1 has shard=False, rank 0 has shard=True" in said["options"]
+        assert "option 'memroy' is none of mesh" in said["a misspelled option"]
         assert "writes to 'x'" in said["writes"]
         assert "takes functions as arguments" in said["flex_attention"]
         assert said["memory"].startswith("InfeasibleError")
