@@ -26,6 +26,7 @@ from typing import Any
 __all__ = [
     "RanksError",
     "forking_context",
+    "run_alone",
     "run_program",
     "run_ranks",
     "run_script",
@@ -54,6 +55,16 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _in_processes(_in_group, world, (function, world, args, folder, timeout_s), folder, timeout_s)
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 400) -> Any:
+    """What ``function(*args)`` returns in a new process without a process group, whatever tests ran in this one.
+
+    Raises:
+        RanksError: it raised, died, or ran longer than `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="alone-") as folder:
+        return _in_processes(_without_group, 1, (function, args), folder, timeout_s)[0]
 
 
 def run_program(
@@ -143,6 +154,10 @@ def _in_group(
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _without_group(_: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
 
 
 def _run_program(rank: int, path: str, world: int, args: list[str], port: int, results: str, folder: str) -> None:

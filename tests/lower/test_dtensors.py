@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
 from autopar.placement import BROADCAST, REPLICATE, Layout, local_shape, mesh_axes, shard
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 STORED: tuple[tuple[tuple[int, ...], Layout], ...] = (
     ((8, 4), (shard(0), shard(0), shard(0))),
@@ -80,16 +80,22 @@ def check_training(rank: int, mesh_sizes: tuple[int, ...], name: str, got: list[
         torch.testing.assert_close(local, slice_of(parameter.detach(), layout, mesh_sizes, rank))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_train_dtensors_without_a_process_group(name: str):
+def train_without_a_process_group(names: list[str]) -> bool:
+    """Whether there is one in the end."""
     mesh_sizes = (2, 2, 2)
     # One rank after the other: none communicates, and DTensor remembers what it knows of an op by thread.
     # `test_submodule_calls` and others step DTensors in several threads.
-    for rank in (0, 5):  # whose coordinates differ on two of the axes
-        mesh = make_mesh(mesh_sizes, range(8), "cpu", rank=rank)
-        check_training(rank, mesh_sizes, name, train_locally(rank, mesh_sizes, mesh, name))
-    assert not dist.is_initialized()
+    for name in names:
+        for rank in (0, 5):  # whose coordinates differ on two of the axes
+            mesh = make_mesh(mesh_sizes, range(8), "cpu", rank=rank)
+            check_training(rank, mesh_sizes, name, train_locally(rank, mesh_sizes, mesh, name))
+    return dist.is_initialized()
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("names", [["adamw foreach"], [name for name in OPTIMIZERS if name != "adamw foreach"]])
+def test_optimizers_train_dtensors_without_a_process_group(names: list[str]):
+    assert run_alone(train_without_a_process_group, names) is False
 
 
 def test_a_dtensor_shares_the_storage_of_its_local_part():
