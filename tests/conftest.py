@@ -84,6 +84,15 @@ def shared_traces(request: pytest.FixtureRequest, traces: Path) -> Iterator[None
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def process_groups_are_closed() -> Iterator[None]:
+    """One that a test leaves open would be seen by the tests that this process runs after it, in whatever order."""
+    yield
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "a test of this file left a process group open"
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seed Python, numpy and torch alike before each test."""

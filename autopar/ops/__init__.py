@@ -5,6 +5,7 @@ their special kernels.  The records are the `FAMILIES` of the files in this fold
 `pointwise`, `products`, `attention` ...  `declaration` explains the language of factor rules.
 """
 
+from autopar.ops.creation import filled_with
 from autopar.ops.family import OpCall, OpFamily, packet_name
 from autopar.ops.registry import (
     RuleMatch,
@@ -28,6 +29,7 @@ __all__ = [
     "Work",
     "count_work",
     "family_of",
+    "filled_with",
     "is_cheap",
     "is_fused",
     "options_for",

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from autopar.ops.family import OpFamily, Types, aten
+from autopar.ops.family import OpFamily, Types, aten, packet_name
 from autopar.ops.memory_order import new
 from autopar.ops.work import Work, dtype_of, sum_bytes
 from autopar.program import Op
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "filled_with"]
+
+_FILLED = {"zeros": 0, "ones": 1, "full": None}  # by the number in the name; None: it is the last argument
+
+
+def filled_with(op: Op) -> bool | float | None:
+    """The number that all entries are of what `op` creates; None: it creates none of one known number."""
+    kind = packet_name(op.target).removeprefix("aten.").removeprefix("new_").removesuffix("_like")
+    if kind not in _FILLED:
+        return None
+    number = op.args[-1] if _FILLED[kind] is None else _FILLED[kind]
+    return number if isinstance(number, bool | int | float) else None
 
 
 def _new(op: Op, operand_types: Types, result_types: Types) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.ops import filled_with
 from autopar.ops.experts import ENDS, IDS, PRODUCT, TRANSPOSE, Body
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.experts.batched_experts import find_batched
@@ -27,7 +28,6 @@ __all__ = ["join_experts"]
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _SUMS = ("aten.sum.dim_IntList",)
 _ADDITIONS = ("aten.index_add.default", "aten.scatter_add.default")
-_ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and of their order nothing depends on more
 
@@ -221,9 +221,7 @@ class _SortedRegion:
         num_tokens = self.graph.types[op.results[0]].shape[0]
         is_of_tokens = num_tokens > 0 and self.num_rows % num_tokens == 0 and rows in self.inner
         zeros = self.graph.producers.get(start)
-        made_of_zeros = zeros is not None and (
-            zeros.target in _ZEROS or (zeros.target == "aten.full.default" and zeros.args[1:] == (0,))
-        )
+        made_of_zeros = zeros is not None and filled_with(zeros) == 0
         return is_of_tokens and made_of_zeros and self.known.are_places(places, num_tokens)
 
     def _finish_sums(self, end: Op) -> Region | None:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from autopar.ops import family_of
+from autopar.ops import family_of, filled_with
 from autopar.ops.family import argument, packet_name
 from autopar.program import Arg, Op, Ref
 from autopar.trace.evaluation import run_op
@@ -20,7 +20,6 @@ __all__ = ["SAME_ENTRIES", "beyond", "carries_labels", "is_no_index", "looks_up"
 _PADS = {"aten.constant_pad_nd", "aten.pad"}
 SAME_ENTRIES = {"aten.clone", "aten.contiguous", *_PADS}
 _JOINS = {"aten.cat", "aten.slice_scatter", "aten.select_scatter"}
-_CONSTANTS = {"aten.new_zeros": 0, "aten.zeros_like": 0, "aten.new_ones": 1, "aten.ones_like": 1}
 _INDEXING = ("embedding", "index", "gather", "scatter", "take", "one_hot")  # parts of op names
 # Entries are tracked one by one for rows of labels and of masks, which are shorter than this.
 _MOST_ENTRIES = 1 << 20
@@ -45,8 +44,8 @@ def _fill(pair: OpPair, cut: set[tuple[int, int]]) -> Fill:
         return 0.0 if fills.get(1) == pair.ignore_index else None
     if pair.kind in _PADS:
         return fills[0] if fills[0] == padding(op) else None
-    if pair.kind in _CONSTANTS:
-        return _CONSTANTS[pair.kind]
+    if (created := filled_with(op)) is not None:
+        return created
     if op.is_view or pair.kind in SAME_ENTRIES:
         return fills.get(0)
     return _computed(pair, fills) if family_of(op.target).is_pointwise else None
@@ -136,7 +135,7 @@ def _slice_beyond(pair: OpPair, place: int, dim: int | None) -> Tensor | None:
 
 def carries_labels(pair: OpPair, place: int) -> bool:
     """Whether a result may contain ignored labels, or numbers computed from them, which are no valid indices."""
-    if pair.op.target in LABELS_OF or looks_up(pair.op) or pair.kind in _CONSTANTS:
+    if pair.op.target in LABELS_OF or looks_up(pair.op) or filled_with(pair.op) is not None:
         return False
     is_kept = pair.op.is_view or pair.kind in SAME_ENTRIES or family_of(pair.op.target).is_pointwise
     is_of_labels = any(longer.is_of_labels for state in pair.states for longer in state.values())
@@ -146,7 +145,7 @@ def carries_labels(pair: OpPair, place: int) -> bool:
 def is_no_index(pair: OpPair) -> bool:
     """Whether the op may use padding as an index that is out of range, such as an ignored label."""
     op = pair.op
-    does_not_read = op.target in LABELS_OF or pair.kind in _CONSTANTS or pair.kind in _JOINS
+    does_not_read = op.target in LABELS_OF or filled_with(op) is not None or pair.kind in _JOINS
     if does_not_read or op.is_view or pair.kind in SAME_ENTRIES or family_of(op.target).is_pointwise:
         return False
     for state, (kind, _) in zip(pair.states, pair.operands, strict=True):

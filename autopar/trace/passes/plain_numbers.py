@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from autopar.ops import filled_with
+from autopar.ops.family import packet_name
 from autopar.program import Arg, Op, TensorType
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph
@@ -23,9 +25,6 @@ _SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "ate
 _DIFFERENCES = ("aten.rsub.Scalar", "aten.rsub.Tensor")
 # By dtype of a single number, whether what is added to it is rounded to this dtype before it is added, on every device.
 _ROUNDED_FIRST = {"float32": True, "float64": True, "bfloat16": False, "float16": False}
-# Where only the operand's dtype is read, if the result has none of its dims.
-_NEW = {"aten.new_zeros.default": 0.0, "aten.new_ones.default": 1.0, "aten.new_full.default": None}
-_LIKE = {"aten.zeros_like.default": 0.0, "aten.ones_like.default": 1.0, "aten.full_like.default": None}
 
 
 def rewrite_number_terms(graph: Graph) -> Graph:
@@ -77,12 +76,8 @@ def rewrite_created_like(graph: Graph) -> Graph:
     """
 
     def write(writer: Writer, op: Op) -> None:
-        if op.target not in _NEW and op.target not in _LIKE:
-            return
-        kind = graph.types[op.results[0]]
-        fill = _NEW[op.target] if op.target in _NEW else _LIKE[op.target]
-        value = _number(op.args[-1]) if fill is None else fill
-        if value is None or not _is_unlike(op, graph.types[op.operands[0]], kind):
+        value, kind = _number(filled_with(op)), graph.types[op.results[0]]
+        if value is None or len(op.operands) != 1 or not _is_unlike(op, graph.types[op.operands[0]], kind):
             return
         number = bool(value) if kind.dtype == "bool" else value if kind.is_floating else int(value)
         writer.add("aten.full.default", (kind.shape, number), op.results[0], (("dtype", f"torch.{kind.dtype}"),))
@@ -92,9 +87,9 @@ def rewrite_created_like(graph: Graph) -> Graph:
 
 def _is_unlike(op: Op, given: TensorType, made: TensorType) -> bool:
     """Whether the result has no dim that is split as the operand's is."""
-    if len(op.operands) != 1 or "complex" in made.dtype:
+    if "complex" in made.dtype:
         return False
-    if op.target in _LIKE:
+    if packet_name(op.target).endswith("_like"):  # dims are split as the operand's are
         return made.shape == ()
     return len(given.shape) != len(made.shape) or all(a != b for a, b in zip(given.shape, made.shape, strict=True))
 
