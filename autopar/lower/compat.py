@@ -176,9 +176,6 @@ _READS_PARTS = hasattr(
 )
 
 
-D = TypeVar("D", bound=DTensor)
-
-
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
@@ -204,10 +201,10 @@ def make_dtensor(
     return made if is_there else dtensor_like(local.detach(), made)
 
 
-def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """The DTensor laid out as `like` whose local part is `local`; as `make_dtensor`, without its checks."""
     spec = like._spec  # pyright: ignore[reportPrivateUsage]
-    return kind(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 W = TypeVar("W", bound=Tensor)

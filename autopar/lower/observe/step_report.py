@@ -27,6 +27,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """Name of a column -> the categories of events that it adds up."""
 
+_NUM_LONGEST = 5  # kernels of a category that are shown: most have a few that take nearly all of its time
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -88,7 +90,7 @@ class StepReport:
         predicted_s = self.predicted.step_s if self.predicted else None
         return [*results, ("step", predicted_s, self.measured.step_s)]
 
-    def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
+    def top_kernels(self) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
         """Name of layers that run the same program, category -> name, seconds and share of its longest kernels."""
         results: list[tuple[str, str, list[tuple[str, float, float]]]] = []
         for indices in self.equal_layers:
@@ -96,7 +98,7 @@ class StepReport:
                 own = [k for k in self.kernels if k.layer in indices and k.category == category]
                 seconds = {k.name: sum(e.seconds for e in own if e.name == k.name) for k in own}
                 total = sum(seconds.values())
-                longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
+                longest = sorted(seconds.items(), key=lambda item: -item[1])[:_NUM_LONGEST]
                 if total:
                     results.append((self._name(indices), category, [(name, s, s / total) for name, s in longest]))
         return results
