@@ -29,6 +29,7 @@ from autopar.integrations.parallel_model import (
     own_rank,
     parallelize_over_ranks,
     save_optimizer,
+    share_draws,
     wait_for_ranks,
 )
 from autopar.lower import ParallelModule
@@ -143,6 +144,12 @@ class AutoparTrainerMixin:
         made = untyped.call_model_init(trial)
         return self._parallelize(made) if isinstance(getattr(self, "model", None), ParallelModule) else made
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number."""
+        share_draws()
+        untyped: Any = super()
+        return untyped.train(*args, **kwargs)
+
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, on one process."""
         if count_ranks() > 1:
@@ -188,7 +195,8 @@ class AutoparTrainerMixin:
         if not isinstance(first, Mapping):
             raise TrainerError(
                 f"batches of this trainer are a {type(first).__name__}, so that what its model is called with is not "
-                "known before it trains: pass parallelize_kwargs={'example_inputs': ...}"
+                "known before it trains: pass parallelize_kwargs={'example_inputs': {'input_ids': ids, ...}}, with all "
+                "that compute_loss passes to the model"
             )
         with draws_kept(self.args.device):
             batch = dict(own._prepare_inputs(first))
@@ -205,12 +213,14 @@ class AutoparTrainerMixin:
             batch["num_items_in_batch"] = count
         return batch
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: dict[str, Any] | list[Any]) -> float:
         """The Trainer's, of all parameters, not only those of this rank's stages."""
         untyped: Any = super()
         if not isinstance(self.model, ParallelModule):
             return untyped.floating_point_ops(inputs)
-        x = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        # A list holds prompts, from which inputs are yet to be made.
+        x: Any = inputs.get(name) if isinstance(inputs, Mapping) else None
         return 0 if x is None else 6 * x.numel() * self._num_parameters
 
     # --- data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from functools import partial
@@ -39,8 +40,8 @@ def arguments(folder: Path, ranks: int, **kwargs: Any) -> Any:
     return TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH // ranks, per_device_eval_batch_size=BATCH // ranks,
         gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
-        lr_scheduler_type="cosine", logging_steps=1, save_strategy="steps", save_steps=3, eval_strategy="epoch",
-        report_to=[], use_cpu=True, disable_tqdm=True, seed=5, **kwargs,
+        lr_scheduler_type="cosine", logging_steps=1, save_strategy="steps", save_steps=3,
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=5, **{"eval_strategy": "epoch", **kwargs},
     )  # fmt: skip
 
 
@@ -127,6 +128,48 @@ def check_loss_outside(folder: Path) -> None:
     ]
 
 
+def prompting(*mixins: Any) -> Any:
+    """A trainer whose batches are lists of prompts: its model writes what it is trained on, in an order drawn anew."""
+    from accelerate.utils import set_seed
+    from transformers import Trainer
+
+    class Prompting(Trainer):
+        def __init__(self, model: Any, **kwargs: Any) -> None:
+            forward = model.forward
+            model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+            super().__init__(model=model, **kwargs)
+            self.data_collator = list
+            set_seed(3, device_specific=True)
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            prompts = torch.stack([each["input_ids"][:4] for each in inputs])
+            with torch.no_grad():
+                texts = self.model.generate(prompts, max_new_tokens=4, do_sample=True, pad_token_id=0)
+            return {"input_ids": texts[torch.randperm(len(texts))]}
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten())
+
+    return type("Prompting", (*mixins, Prompting), {})
+
+
+def train_prompting(kind: Any, folder: Path, ranks: int = 1, options: Any = None) -> list[dict[str, float]]:
+    made = trainer(kind, folder, ranks, options=options, eval_strategy="no", max_steps=3)
+    made.train()
+    return history(made)
+
+
+def check_prompting(folder: Path) -> None:
+    from autopar.integrations.transformers import AutoparTrainerMixin
+
+    as_torchrun()
+    example = {"input_ids": torch.zeros(BATCH, 8, dtype=torch.long)}
+    options = {"constraints": "data=2", "example_inputs": example}
+    found = train_prompting(prompting(AutoparTrainerMixin), folder / "prompting2", 2, options)
+    assert found == [pytest.approx(each, rel=1e-6) for each in json.loads((folder / "prompting.json").read_text())]
+
+
 @pytest.mark.slow
 def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
     """Also goes on from one process to two, from two to four, and back."""
@@ -141,8 +184,10 @@ def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
     smooth = trainer(Trainer, tmp_path / "smooth1", label_smoothing_factor=0.1, max_steps=2)
     smooth.train()
     (tmp_path / "smooth.json").write_text(json.dumps(history(smooth)))
+    (tmp_path / "prompting.json").write_text(json.dumps(train_prompting(prompting(), tmp_path / "prompting")))
     launch(
         2,
+        partial(check_prompting, tmp_path),
         partial(check_training, tmp_path, "zero", ("data=2", "zero=3")),
         partial(check_training, tmp_path, "staged", ("pipeline=2",), str(tmp_path / "alone" / "checkpoint-3")),
         partial(check_loss_outside, tmp_path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
-from autopar.objects.references import redirect
+from autopar.objects.references import redirect, refers
 
 __all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 
@@ -104,7 +104,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
             is_hooks = memo is not None and "_hooks" in name
             if (name not in vars(new) or is_hooks) and name not in _NOT_CARRIED:
                 made = value if memo is None else copy.deepcopy(value, memo)
-                vars(new)[name] = redirect(made, ids) if memo is None or isinstance(value, FunctionType) else made
+                vars(new)[name] = redirect(made, ids) if memo is None or refers(made, ids) else made
 
 
 def _submodule(original: nn.Module) -> nn.Module:

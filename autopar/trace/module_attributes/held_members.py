@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from autopar.objects.attribute_owners import is_plain
-from autopar.objects.references import redirect
+from autopar.objects.references import redirect, refers
 
 __all__ = ["HeldMembers"]
 
@@ -32,12 +32,11 @@ class HeldMembers:
             for name, member in table.items()
             if member is not None
         }
-        found = _Found(dict.fromkeys(self._places))
         self._held = [
             (vars(part), name, value)
             for part in parts
             for name, value in vars(part).items()
-            if name not in _TABLES and not is_plain(value) and found.are_in(value)
+            if name not in _TABLES and not is_plain(value) and refers(value, self._places)
         ]
 
     @contextmanager
@@ -53,23 +52,6 @@ class HeldMembers:
             for own, name, value, other in made:
                 if own.get(name) is other:  # else forward has set it
                     own[name] = value
-
-
-class _Found(dict[int, None]):
-    """The ids of members; that one was looked up is noted."""
-
-    was_met = False
-
-    def __contains__(self, key: object) -> bool:
-        is_there = super().__contains__(key)
-        self.was_met |= is_there
-        return is_there
-
-    def are_in(self, value: Any) -> bool:
-        """Whether some are among what `redirect` replaces in `value`."""
-        self.was_met = False
-        redirect(value, self)
-        return self.was_met
 
 
 def _tables(module: nn.Module) -> Iterable[dict[str, Any]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.objects.references import redirect
+from autopar.objects.references import redirect, refers
 from autopar.trace.compat import torch_internals
 
 __all__ = ["copy_with", "own_copy"]
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def own_copy(model: nn.Module) -> nn.Module:
@@ -26,8 +27,8 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
     try:
         made = copy.deepcopy(model, memo)
         for module in made.modules():  # deepcopy leaves functions as they are
-            functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
-            vars(module).update(redirect(functions, memo))
+            referring = {name: x for name, x in vars(module).items() if name not in _TABLES and refers(x, memo)}
+            vars(module).update(redirect(referring, memo))
             for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
                 hooks: dict[int, Any] = vars(module)[name]
                 hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
