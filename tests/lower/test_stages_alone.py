@@ -1,5 +1,7 @@
 """With pipeline stages: weights that a parametrization computes, and calls on other tensors than the parameters."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import random
