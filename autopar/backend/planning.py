@@ -94,7 +94,8 @@ def plan_graph(
     limit = None if options.memory is None else agree(group, lambda: read_bytes(options.memory or 0))
     most = SearchRequest().max_microbatches if traced.program.loss else 1
     request = SearchRequest(limit, training, constraints, max_microbatches=most, stored=stored, any_batch=True)
-    key = (traced.program.fingerprint, trains, stored, *options.key)
+    names = tuple(layer.name for layer in traced.program.layers)  # which follow from how Dynamo calls the modules
+    key = ((traced.program.fingerprint, names), trains, stored, *options.key)
     if options.shard:
         session.fine_mesh(options)  # all ranks open its groups here, and none waits for another with its errors
     if key not in session.plans:

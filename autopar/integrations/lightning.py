@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.errors import TrainerError
 from autopar.integrations.packages import optional
 from autopar.integrations.parallel_model import (
     count_ranks,
+    draws_kept,
     first_batch,
     inputs_of_call,
     load_optimizer,
@@ -142,10 +144,13 @@ class AutoparStrategy(_ParallelStrategy):
         own: Any = self
         own.accelerator.setup(trainer)
         is_fit = str(trainer.state.fn.value) == "fit"
+        # Before there is a plan, which is for parameters of that dtype; where it runs already, there is nothing to do.
+        if not self._parallel():
+            own.precision_plugin.convert_module(own.lightning_module)
         if count_ranks() > 1 and is_fit:
             self._parallelize(trainer)
         self.model_to_device()
-        own.model = own.precision_plugin.convert_module(own.lightning_module)
+        own.model = own.lightning_module
         if is_fit:
             own.setup_optimizers(trainer)
         own.setup_precision_plugin()
@@ -184,16 +189,41 @@ class AutoparStrategy(_ParallelStrategy):
         own: Any = self
         around: Any = trainer.lightning_module
         trainer.fit_loop.setup_data()
-        batch = own.batch_to_device(first_batch(trainer.train_dataloader, self.root_device), self.root_device)
+        batch = own.precision_plugin.convert_input(first_batch(trainer.train_dataloader, self.root_device))
+        batch = own.batch_to_device(batch, self.root_device)
         takes_index = len(inspect.signature(around.training_step).parameters) > 1
         arguments = (batch, 0) if takes_index else (batch,)
-        example = inputs_of_call(module, lambda: around.training_step(*arguments), self.root_device)
+        with self._optimizers_of_the_original(trainer):
+            example = inputs_of_call(module, lambda: around.training_step(*arguments), self.root_device)
         if example is not None:
             return example
         raise TrainerError(
             f"training_step() did not call the {type(module).__name__}, so there are no example inputs to plan with: "
             "pass AutoparStrategy(parallelize_kwargs={'example_inputs': ...})"
         )
+
+    @contextmanager
+    def _optimizers_of_the_original(self, trainer: Any) -> Generator[None]:
+        """Inside, ``self.optimizers()`` gives those that a `training_step` with manual optimization asks for.
+
+        They are of the module before it is parallelized, and are made anew after it.  What ``toggle_optimizer()`` froze
+        of it when the step was left is not frozen.
+        """
+        own: Any = self
+        around: Any = trainer.lightning_module
+        if around.automatic_optimization:
+            yield
+            return
+        frozen = [(p, p.requires_grad) for p in around.parameters()]
+        with draws_kept(self.root_device):
+            own.setup_optimizers(trainer)
+        try:
+            yield
+        finally:
+            own.optimizers, own.lr_scheduler_configs = [], []
+            around._param_requires_grad_state = {}
+            for parameter, is_trained in frozen:
+                parameter.requires_grad_(is_trained)
 
     # --- checkpoints: Lightning's file with whole weights, and next to it a folder for each optimizer
 

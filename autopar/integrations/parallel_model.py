@@ -137,7 +137,8 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
     """
     if optimizer.state:
         raise TrainerError(
-            f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare() first"
+            f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare(), or "
+            "to the trainer, before its first step"
         )
     names = {id(p): name for name, p in original.named_parameters(remove_duplicate=False)}
     own = dict(parallel.named_parameters(remove_duplicate=False))
@@ -146,7 +147,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
         if unknown:
             raise TrainerError(
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
-                "make it of model.parameters() of the one model that is prepared with it"
+                "make it of model.parameters() of the one model that is passed with it"
             )
         group["params"] = [own[names[id(p)]] for p in group["params"]]
 

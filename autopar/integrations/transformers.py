@@ -23,6 +23,7 @@ from autopar.integrations.packages import optional
 from autopar.integrations.parallel_model import (
     count_ranks,
     draws_kept,
+    exchange_parameters,
     first_batch,
     inputs_of_call,
     load_optimizer,
@@ -112,8 +113,11 @@ class AutoparTrainerMixin:
         if count_ranks() > 1:
             own: Any = self
             own._train_batch_size = self.args.train_batch_size
-            self.model = self.model_wrapped = self._parallelize(self.model)
+            original = self.model
+            self.model = self.model_wrapped = self._parallelize(original)
             own.callback_handler.model = self.model
+            if self.optimizer is not None:  # the caller's, of the original's parameters
+                exchange_parameters(self.optimizer, original, self.model)
 
     # --- the model
 
@@ -167,7 +171,8 @@ class AutoparTrainerMixin:
         if self.args.bf16:
             options.setdefault("precision", "bf16")
         own: Any = self
-        kind, kwargs = own.optimizer_cls_and_kwargs or own.get_optimizer_cls_and_kwargs(self.args, model)
+        known: Any = own.optimizer_cls_and_kwargs if own.optimizer is None else (type(own.optimizer), {})
+        kind, kwargs = known or own.get_optimizer_cls_and_kwargs(self.args, model)
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             options.setdefault("optimizer", functools.partial(kind, **kwargs))
         if hasattr(model, "num_parameters"):

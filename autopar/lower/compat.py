@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -66,6 +66,7 @@ __all__ = [
     "to_parted_placements",
     "to_torch_placements",
     "whole_initializers",
+    "with_dtensors",
     "written_arguments",
 ]
 
@@ -356,6 +357,17 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 native_functions: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 """``with native_functions():`` functions of DTensors are torch's own, whatever `functions_by` was told."""
+
+
+def with_dtensors() -> Any:
+    """A context in which ops run as of DTensors, also inside of what excludes subclasses, as ``torch.tensor`` does."""
+    untyped: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    excluded, key = untyped._dispatch_tls_local_exclude_set(), untyped.DispatchKey.Python
+    if not excluded.has(key):
+        return nullcontext()
+    for each in (key, untyped.DispatchKey.PythonTLSSnapshot):
+        excluded = excluded.remove(each)
+    return untyped._ForceDispatchKeyGuard(untyped._dispatch_tls_local_include_set(), excluded)
 
 
 def functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from autopar.backend import session
 from autopar.errors import AutoparError, TraceError
@@ -74,6 +75,29 @@ def test_regions_of_a_graph_are_those_of_one_device() -> None:
         assert "torch._dynamo.config.trace_autograd_ops = True" in outside
         assert "a gradient by torch.func" in functional
         assert "torch.compiler.disable" in functional
+
+
+class Checkpointed(Mlp):
+    """The same program, whose layers Dynamo names otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def the_same_program_twice() -> list[float]:
+    mesh, found = make_mesh(), list[float]()
+    x = next(vector_batches())
+    for kind in (Checkpointed, Mlp):
+        torch.manual_seed(0)
+        model = kind()
+        found.append((compile_for(model, mesh, "data=2")(x) - model(x)).abs().max().item())
+        torch._dynamo.reset()
+    return found
+
+
+def test_a_plan_of_a_program_with_other_names_is_not_taken() -> None:
+    for found in run_ranks(the_same_program_twice, 2):
+        assert max(found) < 1e-6
 
 
 def meshes_opened() -> list[bool]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from autopar.errors import TrainerError
@@ -115,6 +116,79 @@ def train_alone(folder: Path) -> dict[str, Any]:
     return train(folder / "back", AutoparStrategy(), 1, folder / "four" / "first.ckpt")
 
 
+class Pair(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12))
+        self.judges = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor, is_made: bool) -> Tensor:
+        return self.judges(self.makes(x) if is_made else x)
+
+
+def make_gan() -> Any:
+    """With manual optimization, as in Lightning's own example, whose step begins with its optimizers."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model, self.automatic_optimization, self.history = Pair(), False, list[float]()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            makes, judges = cast("list[Any]", self.optimizers())
+            self.toggle_optimizer(judges)
+            real, made = self.model(batch["x"], False), self.model(batch["x"].flip(1), True)
+            loss = functional.softplus(-real).mean() + functional.softplus(made).mean()
+            judges.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(judges, gradient_clip_val=0.1)
+            judges.step()
+            self.untoggle_optimizer(judges)
+            self.toggle_optimizer(makes)
+            other = functional.softplus(-self.model(batch["x"].flip(1), True)).mean()
+            makes.zero_grad()
+            self.manual_backward(other)
+            makes.step()
+            self.untoggle_optimizer(makes)
+            self.history += [loss.item(), other.item()]
+
+        def configure_optimizers(self) -> Any:
+            parts = (self.model.makes, self.model.judges)
+            return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
+
+    return Module()
+
+
+def train_gan(folder: Path, strategy: Any, devices: int = 1) -> dict[str, Any]:
+    """In float64, by Lightning's ``precision="64-true"``, of a module in float32."""
+    import lightning.pytorch as pl
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, logger=False, precision="64-true",
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    module = make_gan()
+    trainer.fit(module, loaders()[0])
+    trainer.save_checkpoint(folder / "last.ckpt")
+    state = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    return {"history": module.history, "state": {name: x.sum().item() for name, x in state.items()}}
+
+
+def check_gan(folder: Path, constraint: str) -> None:
+    from autopar.integrations.lightning import AutoparStrategy
+
+    as_torchrun()
+    strategy = AutoparStrategy(parallelize_kwargs={"profile": False, "constraints": constraint})
+    found = train_gan(folder / constraint, strategy, dist.get_world_size())
+    expected = json.loads((folder / "gan.json").read_text())
+    assert found["history"] == pytest.approx(expected["history"], rel=1e-9)
+    assert found["state"] == pytest.approx(expected["state"], rel=1e-9)
+
+
 def check_refusals(folder: Path) -> None:
     import lightning.pytorch as pl
 
@@ -142,8 +216,11 @@ def test_fit_on_two_and_four_ranks(tmp_path: Path) -> None:
     (tmp_path / "resumed.json").write_text(json.dumps(resumed))
     outside = train(tmp_path / "one_outside", "auto", loss_outside=True)
     (tmp_path / "outside.json").write_text(json.dumps(outside))
+    (tmp_path / "gan.json").write_text(json.dumps(train_gan(tmp_path / "one_gan", "auto")))
     launch(
         2,
+        partial(check_gan, tmp_path, "zero=3"),
+        partial(check_gan, tmp_path, "pipeline=2"),
         partial(check_fit, tmp_path, "data", ["data=2"]),
         partial(check_fit, tmp_path, "tensor", ["tensor=2"], "data", "resumed"),
         partial(check_fit, tmp_path, "outside", ["data=2"], None, "outside"),

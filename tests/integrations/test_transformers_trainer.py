@@ -45,7 +45,15 @@ def arguments(folder: Path, ranks: int, **kwargs: Any) -> Any:
     )  # fmt: skip
 
 
-def trainer(kind: Any, folder: Path, ranks: int = 1, /, *, options: Any = None, **kwargs: Any) -> Any:
+def own_optimizer(model: Any) -> Any:
+    """What a script makes of its model and passes as ``optimizers=``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+
+
+def trainer(
+    kind: Any, folder: Path, ranks: int = 1, /, *, options: Any = None, optimizers: Any = None, **kwargs: Any
+) -> Any:
     """A trainer of a small decoder; the last batch of an epoch is smaller, and so is that of an evaluation."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +63,9 @@ def trainer(kind: Any, folder: Path, ranks: int = 1, /, *, options: Any = None, 
         num_key_value_heads=2, max_position_embeddings=32, attention_dropout=0.0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).double()
-    more = {} if options is None else {"parallelize_kwargs": {"profile": False, **options}}
+    more: dict[str, Any] = {} if options is None else {"parallelize_kwargs": {"profile": False, **options}}
+    if optimizers is not None:
+        more["optimizers"] = optimizers(model)
     return kind(
         model=model, args=arguments(folder, ranks, **kwargs), train_dataset=rows(36, 0), eval_dataset=rows(13, 1),
         compute_metrics=metrics, **more,
@@ -170,6 +180,19 @@ def check_prompting(folder: Path) -> None:
     assert found == [pytest.approx(each, rel=1e-6) for each in json.loads((folder / "prompting.json").read_text())]
 
 
+def check_own_optimizer(folder: Path) -> None:
+    """An optimizer of the parameters of the model that is passed trains the parallel one's."""
+    from autopar.integrations.transformers import AutoparTrainer
+
+    as_torchrun()
+    expected = json.loads((folder / "own.json").read_text())
+    for plan in ("zero=3", "pipeline=2"):
+        kwargs: dict[str, Any] = {"optimizers": own_optimizer, "max_steps": 3}
+        trained = trainer(AutoparTrainer, folder / f"own {plan}", 2, options={"constraints": plan}, **kwargs)
+        trained.train()
+        assert history(trained) == [pytest.approx(each, rel=1e-6) for each in expected]
+
+
 @pytest.mark.slow
 def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
     """Also goes on from one process to two, from two to four, and back."""
@@ -185,12 +208,17 @@ def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
     smooth.train()
     (tmp_path / "smooth.json").write_text(json.dumps(history(smooth)))
     (tmp_path / "prompting.json").write_text(json.dumps(train_prompting(prompting(), tmp_path / "prompting")))
+
+    own = trainer(Trainer, tmp_path / "own1", optimizers=own_optimizer, max_steps=3)
+    own.train()
+    (tmp_path / "own.json").write_text(json.dumps(history(own)))
     launch(
         2,
         partial(check_prompting, tmp_path),
         partial(check_training, tmp_path, "zero", ("data=2", "zero=3")),
         partial(check_training, tmp_path, "staged", ("pipeline=2",), str(tmp_path / "alone" / "checkpoint-3")),
         partial(check_loss_outside, tmp_path),
+        partial(check_own_optimizer, tmp_path),
     )
     launch(
         4,

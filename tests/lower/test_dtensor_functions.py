@@ -47,6 +47,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "as numpy": lambda p, x: torch.from_numpy(p.detach().numpy().copy()),
     "as a list": lambda p, x: p.detach().tolist(),
     "as text": lambda p, x: f"{p.norm():.5f} {p[1, 2]:.4f}",
+    "numbers": lambda p, x: torch.tensor([[p.norm(), p.mean()], [x.norm(), 1.0]], dtype=p.dtype),
     "equal": lambda p, x: (torch.equal(p, p.clone()), torch.equal(p, x), torch.allclose(p, p * 1)),
     "flag": lambda p, x: bool((p > 5).any()) or bool(torch.isnan(p).any()),
     "rows": lambda p, x: [row.sum().item() for row in p],

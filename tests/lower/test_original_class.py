@@ -279,6 +279,7 @@ def test_a_copy_trains_apart_from_its_model() -> None:
     [
         (lambda m: m.gradient_checkpointing_enable(), "memory=, or a constraint such as 'recompute=full'"),
         (lambda m: m.resize_token_embeddings(128), "resize those of the original model"),
+        (lambda m: m.share_memory(), "share the tensors of full_state_dict"),
         (
             lambda m: m.set_input_embeddings(nn.Embedding(4, 4)),
             "'wte' of a parallelized model can't be added, replaced",

@@ -63,7 +63,7 @@ class Coupling:
         return {name: p for name, p in pairs if p.requires_grad and name in self.reached}
 
     @property
-    def trained_elsewhere(self) -> list[nn.Parameter]:
+    def trained_elsewhere(self) -> list[Tensor]:
         """The parameters of other pipeline stages that get gradients there; those of this rank have no elements."""
         return [*self._store.trained_elsewhere(sorted(self.reached), self._stages.group).values()]
 

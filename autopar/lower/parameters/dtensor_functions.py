@@ -36,6 +36,7 @@ from autopar.lower.compat import (
     local_tensor,
     map_leaves,
     native_functions,
+    with_dtensors,
     written_arguments,
 )
 from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
@@ -276,6 +277,12 @@ def _new_empty(call: FunctionCall) -> Any:
     return dtensor_like(part.new_empty(part.shape, **options), x)
 
 
+def _number(call: FunctionCall) -> float:
+    """``float(x)``, also where ``torch.tensor([x, y])`` calls it."""
+    with with_dtensors():
+        return _compute(call)
+
+
 def _format(call: FunctionCall) -> str:
     x, spec = call.args
     return format(x.item(), spec) if x.dim() == 0 else call.natively()
@@ -323,6 +330,7 @@ def _on_parts(call: FunctionCall) -> None:
 _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.data.__set__: set_data,
     _SET_GRAD: set_grad,
+    _tensor.__float__: _number,
     _tensor.__format__: _format,
     _tensor.__reduce_ex__: refuse_file,
     _tensor.__deepcopy__: copy_deeply,

@@ -128,11 +128,14 @@ class ParameterStore:
             "parameter: with torch.no_grad(): p.copy_(values), or p.data = values"
         )
 
-    def trained_elsewhere(self, names: Iterable[str], group: int) -> dict[str, nn.Parameter]:
-        """Those of these parameters that get gradients, on stages of other groups only; here they have no elements."""
+    def trained_elsewhere(self, names: Iterable[str], group: int) -> dict[str, Tensor]:
+        """Those of these parameters that get gradients, on stages of other groups only; here they have no elements.
+
+        `torch.func.functional_call` puts tensors in their places that are no `nn.Parameter`.
+        """
         others = (name for name in names if name in self.stored and group not in self.stored[name].groups)
-        named = {name: self.module.get_parameter(name) for name in others}
-        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        named = {name: table[last] for name in others for table, last in [self.slot(name)]}
+        return {name: tensor for name, tensor in named.items() if tensor is not None and tensor.requires_grad}
 
     def home(self, local: Tensor) -> Tensor:
         """A part of a parameter, which is on the device, where parameters are stored."""

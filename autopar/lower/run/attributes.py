@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import nn
@@ -94,7 +95,8 @@ class Attributes:
 
     def changed(self, *, everywhere: bool = False) -> Settings:
         """Those with other values than before, of those that programs were made with, or of all that can be used."""
-        thawed = tuple(name for name in self.frozen if self.root.get_parameter(name).requires_grad)
+        # No `get_parameter`: torch.func.functional_call puts other tensors in their places.
+        thawed = tuple(name for name in self.frozen if attrgetter(name)(self.root).requires_grad)
         changed: list[tuple[str, str, Any]] = [("", THAWED, thawed)] if thawed else []
         for path, names in (self.before if everywhere else self.watched).items():
             own, before = self._now(path), self.before[path]

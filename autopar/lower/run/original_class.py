@@ -24,6 +24,8 @@ _INSTEAD = {
     "compile": "pass compile=True to autopar.parallelize",
     "gradient_checkpointing_enable": "the plan decides what is computed again in backward: pass autopar.parallelize "
     "memory=, or a constraint such as 'recompute=full'",
+    "share_memory": "each rank has memory of its own; to pass values to another process, share the tensors of "
+    "full_state_dict()",
     "resize_token_embeddings": "resize those of the original model, and call autopar.parallelize after it",
 }
 """Methods of modules that can't work on a parallel one, and what does."""

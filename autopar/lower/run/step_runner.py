@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
     return named
 
 
-def _held_in_common(executor: Executor) -> list[tuple[str, nn.Parameter]]:
+def _held_in_common(executor: Executor) -> list[tuple[str, Any]]:
     """The parameters that this rank's device group and others hold: all of these get the sum of their gradients."""
     stages, store = executor.stages, executor.store
     if not stages.is_pipeline:
@@ -62,10 +63,10 @@ def _held_in_common(executor: Executor) -> list[tuple[str, nn.Parameter]]:
     names = dict.fromkeys(store.first_name.get(name, name) for name in store.stored)
     groups = {name: store.stored[name].groups for name in names if name in store.stored}
     common = [name for name, each in groups.items() if len(each) > 1 and stages.group in each]
-    return [(name, store.module.get_parameter(name)) for name in common]
+    return [(name, table[last]) for name in common for table, last in [store.slot(name)]]
 
 
-def trained_elsewhere(executor: Executor) -> dict[str, nn.Parameter]:
+def trained_elsewhere(executor: Executor) -> dict[str, Tensor]:
     """The parameters of other pipeline stages that get gradients there; those of this rank have no elements."""
     stages, store = executor.stages, executor.store
     if not stages.is_pipeline:

@@ -40,11 +40,11 @@ class SubmoduleCalls(ModuleInspection):
         self._first_steps.interrupt()
         args, kwargs = map_leaves(plain_input, (tuple(args), dict(kwargs)))
         with self.global_inputs():
-            if not self._executor.stages.is_pipeline:
-                run = self._run if named_tensors(args, kwargs) else self._run_on_whole
-                return run(args, kwargs, part)
-            if not torch.is_grad_enabled():
+            is_pipeline = self._executor.stages.is_pipeline
+            if not named_tensors(args, kwargs) or (is_pipeline and not torch.is_grad_enabled()):
                 return self._run_on_whole(args, kwargs, part)
+            if not is_pipeline:
+                return self._run(args, kwargs, part)
             try:
                 return self._run(args, kwargs, part)
             except (ConstraintError, PlanMismatchError) as error:
