@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["BufferQuestion", "questions_text"]
+__all__ = ["BufferQuestion", "questions_text", "small_buffers"]
+
+_MOST_ENTRIES = 1024  # of a buffer that is asked: counts of a codebook's entries, say; more is no setting
 
 
 class _Computation(Protocol):
@@ -64,9 +66,14 @@ class BufferQuestion:
         )
 
 
-def questions_text(answers: Sequence[tuple[BufferQuestion, tuple[Any, ...]]]) -> str:
-    """Answers for people, and for ranks to compare."""
-    return ", ".join(f"{question.subject} giving {_answer_text(answer)}" for question, answer in answers)
+def small_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that forward may ask, by their first names."""
+    return {name: x for name, x in nn.Module.named_buffers(model) if x.numel() <= _MOST_ENTRIES}
+
+
+def questions_text(questions: Iterable[BufferQuestion]) -> str:
+    """Questions and their answers for people, and for ranks to compare."""
+    return ", ".join(f"buffer {question.subject} giving {_answer_text(question.known)}" for question in questions)
 
 
 def _answer_text(answer: tuple[Any, ...]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.objects.buffer_questions import BufferQuestion
+from autopar.objects.buffer_questions import BufferQuestion, small_buffers
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
 from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
@@ -197,6 +197,7 @@ def capture(
     autocast: torch.dtype | None = None,
     settings: Sequence[Changed] | None = (),
     answered: frozenset[str] = frozenset(),
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
@@ -204,7 +205,7 @@ def capture(
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
     have values like those that a forward has given them; with None, the program is that of a call which finds what
     another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
-    is constant.
+    is constant.  `buffers` are those that may be asked, if they aren't the model's own.
 
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
@@ -214,6 +215,7 @@ def capture(
     asked: list[str] = []
     how: dict[str, Any] = {
         "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
+        "buffers": small_buffers(model) if buffers is None else buffers,
     }  # fmt: skip
     try:
         with answered_as_called(lambda: asked.append(user_line())):
@@ -236,6 +238,7 @@ def _capture_once(
     autocast: torch.dtype | None,
     settings: Sequence[Changed] | None,
     answered: frozenset[str],
+    buffers: Mapping[str, Tensor],
 ) -> Captured:
     names, own = _tensor_names(model)
     mode = torch_internals.fake_mode()
@@ -246,7 +249,6 @@ def _capture_once(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    buffers = {name: x for name, x in own.items() if not isinstance(x, nn.Parameter)}
     questions = AskedValues(form, tensors, answered, buffers)
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
     wrapper.training, wrapper.is_second = training, settings is None

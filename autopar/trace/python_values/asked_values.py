@@ -71,13 +71,13 @@ class AskedValues:
             form: of the call that is traced.
             given: its tensors.
             answered: the lines whose questions are answered.
-            buffers: of the model, by their first names.
+            buffers: those of the model that may be asked, by their first names.
         """
         self._names = form.names
         self._given = form.cast_inputs(given)
         self._answered = answered
         self._places: dict[fx.Node, int] = {}
-        self._buffers = {name: x for name, x in buffers.items() if x.numel() <= MOST_READ}
+        self._buffers = buffers
         self._buffer_places: dict[fx.Node, int] = {}
         self.numbers: set[str] = set()
         self.of_buffers: dict[BufferQuestion, None] = {}
