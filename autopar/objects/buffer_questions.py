@@ -61,8 +61,8 @@ class BufferQuestion:
         """What the user should know of a program."""
         what = "asks in Python for what follows from" if self.is_truth else "reads in Python the value of"
         return (
-            f"{self.where}: forward {what} buffer {' and '.join(map(repr, self.names))}, so this plan is for the answer "
-            f"{_answer_text(self.known)}: calls with another one are planned when they first come"
+            f"{self.where}: forward {what} buffer {' and '.join(map(repr, self.names))}, so a plan is for one answer: "
+            "calls with another one are planned when they first come"
         )
 
 

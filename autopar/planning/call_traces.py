@@ -144,7 +144,6 @@ class CallTraces:
         self._finish = finish
         self._settings: Settings = ()  # of the twin
         self._first_buffers = {name: x.detach().clone() for name, x in small_buffers(model).items()}
-        self._buffers: Mapping[str, Tensor] = self._first_buffers
         self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
         self._modes = [(module, module.training) for module in self.twin.modules()]
 
@@ -153,7 +152,10 @@ class CallTraces:
 
         `buffers` are those that forward may ask in Python; None: as they were when the model was parallelized.
         """
-        self._buffers = self._first_buffers if buffers is None else buffers
+        values = self._first_buffers if buffers is None else buffers
+        for name, own in small_buffers(self.twin).items():
+            if not values[name].is_meta:
+                own.copy_(values[name])
         for path, name, value in self._settings:
             if name == THAWED:
                 self._set_trained(value, is_trained=False)
@@ -189,7 +191,7 @@ class CallTraces:
         with torch.autocast("cpu", enabled=False):  # which this may be called in
             traced = trace(
                 model, positional, named, training=mode.is_training, dtype=self._dtype, autocast=mode.autocast,
-                device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)), buffers=self._buffers_of(mode.part),
+                device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)),
             )  # fmt: skip
         traced = replace(traced, questions=tuple(question.under(mode.part) for question in traced.questions))
         program = traced.program
@@ -206,11 +208,8 @@ class CallTraces:
 
     def have(self, questions: Sequence[BufferQuestion]) -> bool:
         """Whether a program that asks these questions is for what the buffers have."""
-        return all(question.answer([self._buffers[n] for n in question.names]) == question.known for question in questions)
-
-    def _buffers_of(self, part: str) -> dict[str, Tensor]:
-        before = f"{part}." if part else ""
-        return {name.removeprefix(before): x for name, x in self._buffers.items() if name.startswith(before)}
+        buffers = small_buffers(self.twin) if questions else {}
+        return all(question.answer([buffers[n] for n in question.names]) == question.known for question in questions)
 
     def read(self, settings: Settings) -> Settings:
         """Those that some program was made with."""
@@ -229,12 +228,16 @@ class CallTraces:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
+    """A twin of `model` on the meta device, so that what can be traced later holds no memory.
+
+    Small buffers are on the host, with their values, which forward may ask for in Python.
+    """
+    asked = {id(x) for x in small_buffers(model).values()}
     made: dict[int, Tensor] = {}
 
     def swap(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device="meta")
+            empty = torch.zeros_like(tensor, device="cpu" if id(tensor) in asked else "meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
         return made[id(tensor)]

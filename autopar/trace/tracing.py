@@ -154,7 +154,6 @@ def trace(
     autocast: torch.dtype | None = None,
     device_type: str = "cpu",
     needs: LayerNeeds = _NO_NEEDS,
-    buffers: Mapping[str, Tensor] | None = None,
 ) -> Traced:
     """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
     computed.
@@ -168,7 +167,6 @@ def trace(
         autocast: with the casts that ``torch.autocast(device_type, autocast)`` around the call makes.
         device_type: of the devices that will run it; autocast, inside the model too, casts as it does there.
         needs: what layers are needed for, for which they are cut again.
-        buffers: by their names, what the small buffers have that forward may ask for in Python; None: the model's own.
 
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data, or a hook on a
@@ -179,9 +177,7 @@ def trace(
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
     with casts_of(device_type):
-        captured, graph, form = _capture(
-            model, form, tensors, training=is_training, dtype=dtype, autocast=autocast, buffers=buffers
-        )
+        captured, graph, form = _capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
         refuse_kept_tensors(model)
         if kwargs.get("use_cache") is True and not is_training:
             _refuse_cache(captured.outputs)

@@ -92,7 +92,8 @@ class _State:
 
     def __init__(self, buffer: Tensor) -> None:
         is_compared = buffer.device.type == "cpu" and buffer.numel() <= _COMPARED
-        self._values: Any = buffer.tolist() if is_compared else None  # which writes through .data change, too
+        untyped: Any = buffer
+        self._values = untyped.tolist() if is_compared else None  # which writes through .data change, too
         self._buffer = buffer
         self._version = None if buffer.is_inference() else buffer._version
 

@@ -197,7 +197,6 @@ def capture(
     autocast: torch.dtype | None = None,
     settings: Sequence[Changed] | None = (),
     answered: frozenset[str] = frozenset(),
-    buffers: Mapping[str, Tensor] | None = None,
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
@@ -205,7 +204,7 @@ def capture(
     when it is called.  Where that can't be traced, it is told the truth, and a note says so.  Attributes of `settings`
     have values like those that a forward has given them; with None, the program is that of a call which finds what
     another one before it, with the same inputs, has set.  What lines of `answered` ask, and follows from inputs alone,
-    is constant.  `buffers` are those that may be asked, if they aren't the model's own.
+    is constant.
 
     Raises:
         TraceError: control flow that depends on data, or something else that can't be part of one graph.
@@ -215,7 +214,6 @@ def capture(
     asked: list[str] = []
     how: dict[str, Any] = {
         "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
-        "buffers": small_buffers(model) if buffers is None else buffers,
     }  # fmt: skip
     try:
         with answered_as_called(lambda: asked.append(user_line())):
@@ -238,7 +236,6 @@ def _capture_once(
     autocast: torch.dtype | None,
     settings: Sequence[Changed] | None,
     answered: frozenset[str],
-    buffers: Mapping[str, Tensor],
 ) -> Captured:
     names, own = _tensor_names(model)
     mode = torch_internals.fake_mode()
@@ -249,7 +246,7 @@ def _capture_once(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    questions = AskedValues(form, tensors, answered, buffers)
+    questions = AskedValues(form, tensors, answered, small_buffers(model))
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
     wrapper.training, wrapper.is_second = training, settings is None
     if model.training != training:

@@ -250,7 +250,7 @@ class Questions(TorchFunctionMode):
         self._asked = asked
         # As they are now: tracing replaces some of them.
         self._numbers = frozenset(getattr(Tensor, name) for name in _NUMBERS)
-        self._truth = getattr(Tensor, "__bool__")
+        self._truth = Tensor.__bool__
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

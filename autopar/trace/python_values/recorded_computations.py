@@ -4,7 +4,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,12 +48,16 @@ def buffer_computation(recording: Recorder, last: fx.Node, places: Mapping[fx.No
 
 
 def _computation(
-    recording: Recorder, needed: Sequence[fx.Node], last: fx.Node, places: Mapping[fx.Node, int], *, copies: bool = False
+    recording: Recorder,
+    needed: Sequence[fx.Node],
+    last: fx.Node,
+    places: Mapping[fx.Node, int],
+    *,
+    copies: bool = False,
 ) -> Computation | None:
     own = [node for node in needed if node in places]
     results: dict[fx.Node, Any] = {node: Operand(index) for index, node in enumerate(own)}
     steps: list[ComputedOp] = []
-    written = {key for node in needed for key in _written_by(node)} if copies else set[int]()
 
     def given(arg: Any) -> Any:
         return results[arg] if isinstance(arg, fx.Node) else arg
@@ -62,28 +66,27 @@ def _computation(
         steps.append(step)
         return Operand(len(own) + len(steps) - 1)
 
-    for node in own:
-        if not written.isdisjoint(_memory_of(node)):
-            results[node] = add(ComputedOp("aten.clone.default", (results[node],)))
+    for node in _written(own, needed) if copies else ():
+        results[node] = add(ComputedOp("aten.clone.default", (results[node],)))
     for node in needed:
         if node in results:
             continue
-        if node.op == "get_attr":
-            constant = recording.constant_of(node)
-            if constant is None:
-                return None
-            results[node] = constant
-            continue
-        target = _repeated_target(node)
-        if target is None:
+        constant = recording.constant_of(node) if node.op == "get_attr" else None
+        step = _repeated(node, given)
+        if constant is None and step is None:
             return None
-        kwargs = tuple((name, map_arguments(arg, given)) for name, arg in node.kwargs.items())
-        results[node] = add(ComputedOp(target, map_arguments(node.args, given), kwargs))
+        results[node] = constant if step is None else add(step)
     if not own and not steps:
         return None
     if steps and results[last] != Operand(len(own) + len(steps) - 1):  # written to since: the result comes last
         add(ComputedOp("aten.alias.default", (results[last],)))
     return Computation(tuple(places[node] for node in own), tuple(steps))
+
+
+def _written(own: Sequence[fx.Node], needed: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of `own` that one of `needed` writes to."""
+    written = {key for node in needed for key in _written_by(node)}
+    return [node for node in own if not written.isdisjoint(_memory_of(node))]
 
 
 def depend_on_calls(
@@ -110,14 +113,19 @@ def depend_on_calls(
     )
 
 
-def _repeated_target(node: fx.Node) -> str | None:
-    """The name of an op that gives the same with the same operands; None if it is none."""
+def _repeated(node: fx.Node, given: Callable[[Any], Any]) -> ComputedOp | None:
+    """An op on what is `given` for its operands; None if it is none that gives the same with the same operands."""
+    target = cast("Any", node.target)
     if node.op != "call_function":
         return None
-    target = cast("Any", node.target)
     if torch_internals.is_plain_op(target):
-        return None if torch.Tag.nondeterministic_seeded in target.tags else str(target)
-    return function_name(target)
+        name = None if torch.Tag.nondeterministic_seeded in target.tags else str(target)
+    else:
+        name = function_name(target)
+    if name is None:
+        return None
+    kwargs = tuple((key, map_arguments(arg, given)) for key, arg in node.kwargs.items())
+    return ComputedOp(name, map_arguments(node.args, given), kwargs)
 
 
 def _is_number(node: fx.Node) -> bool:
