@@ -47,7 +47,9 @@ class _Quantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         chosen = nn.functional.one_hot((h.detach() @ self.codes.T).argmax(-1), 4)
-        return (h - torch.einsum("nc,cd->nd", chosen.type(h.dtype), self.codes)).square().mean()
+        return (
+            (h - torch.einsum("h n c, h c d -> h n d", chosen.type(h.dtype)[None], self.codes[None])[0]).square().mean()
+        )
 
 
 def test_integers_cast_for_an_einsum_are_followed() -> None:
