@@ -167,12 +167,14 @@ class CallPlanner:
         autocast: torch.dtype | None = None,
         settings: Settings = (),
         any_output: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
 
         Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes, and calls with
         attributes other than those of the first program (`settings`) what the model does with these.  With `any_output`
-        backward begins with the caller's gradients of any outputs.
+        backward begins with the caller's gradients of any outputs.  `buffers` are those that forward may ask in Python,
+        as they are now; None: as they were when the model was parallelized.
 
         Raises:
             InputShapeError: the model takes no such arguments.
@@ -181,10 +183,10 @@ class CallPlanner:
         """
         mode = Mode(is_training, part, autocast, any_output)
         made = self._made.setdefault(mode, [])
-        self._traces.set(settings, is_training)
+        self._traces.set(settings, is_training, buffers)
         for executable in made:
             with suppress(InputShapeError):
-                if executable.settings != self._traces.read(settings):
+                if executable.settings != self._traces.read(settings) or not self._traces.have(executable.questions):
                     continue
                 executable.read_inputs(args, kwargs)
                 return executable
@@ -349,4 +351,5 @@ def executable_of(traced: Traced, plan: Plan, *, keeps_copies: bool = False) -> 
     return Executable(
         traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
         read_values=frozenset(traced.read_values), computed_values=computed_texts(traced.computed_values),
+        questions=traced.questions,
     )  # fmt: skip

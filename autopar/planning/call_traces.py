@@ -16,6 +16,7 @@ from autopar.lower.run.attributes import THAWED, Settings
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.objects.attribute_contents import current_value
 from autopar.objects.attribute_owners import attributes_of, own_records
+from autopar.objects.buffer_questions import BufferQuestion, small_buffers
 from autopar.plan import Plan
 from autopar.planning.splitting import variant_like
 from autopar.program import Program
@@ -142,11 +143,19 @@ class CallTraces:
         self._device_type = device_type
         self._finish = finish
         self._settings: Settings = ()  # of the twin
+        self._first_buffers = {name: x.detach().clone() for name, x in small_buffers(model).items()}
         self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
         self._modes = [(module, module.training) for module in self.twin.modules()]
 
-    def set(self, settings: Settings, is_training: bool) -> None:
-        """Have the twin's attributes be the model's, which is in training mode or not."""
+    def set(self, settings: Settings, is_training: bool, buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Have the twin's attributes be the model's, which is in training mode or not.
+
+        `buffers` are those that forward may ask in Python; None: as they were when the model was parallelized.
+        """
+        values = self._first_buffers if buffers is None else buffers
+        for name, own in small_buffers(self.twin).items():
+            if not values[name].is_meta:
+                own.copy_(values[name])
         for path, name, value in self._settings:
             if name == THAWED:
                 self._set_trained(value, is_trained=False)
@@ -169,7 +178,7 @@ class CallTraces:
         positional, named = map_leaves(_with_values, (tuple(args), dict(kwargs)))
         known = self._known.setdefault(mode, [])
         for settings, traced in known:
-            if settings != self._settings:
+            if settings != self._settings or not self.have(traced.questions):
                 continue
             with suppress(InputShapeError):
                 given = zip(traced.program.inputs, traced.flatten_inputs(positional, named), strict=True)
@@ -184,6 +193,7 @@ class CallTraces:
                 model, positional, named, training=mode.is_training, dtype=self._dtype, autocast=mode.autocast,
                 device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)),
             )  # fmt: skip
+        traced = replace(traced, questions=tuple(question.under(mode.part) for question in traced.questions))
         program = traced.program
         program = without_loss(program) if mode.any_output else variant_like(program, self._first[0])
         traced = replace(traced, program=program)
@@ -195,6 +205,11 @@ class CallTraces:
         del known[_MOST_TRACES:]
         self.reads |= traced.reads
         return traced
+
+    def have(self, questions: Sequence[BufferQuestion]) -> bool:
+        """Whether a program that asks these questions is for what the buffers have."""
+        buffers = small_buffers(self.twin) if questions else {}
+        return all(question.answer([buffers[n] for n in question.names]) == question.known for question in questions)
 
     def read(self, settings: Settings) -> Settings:
         """Those that some program was made with."""
@@ -213,12 +228,16 @@ class CallTraces:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
+    """A twin of `model` on the meta device, so that what can be traced later holds no memory.
+
+    Small buffers are on the host, with their values, which forward may ask for in Python.
+    """
+    asked = {id(x) for x in small_buffers(model).values()}
     made: dict[int, Tensor] = {}
 
     def swap(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device="meta")
+            empty = torch.zeros_like(tensor, device="cpu" if id(tensor) in asked else "meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
         return made[id(tensor)]

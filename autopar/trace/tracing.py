@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
+from autopar.objects.buffer_questions import BufferQuestion
 from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.variants.logits import in_pieces
@@ -49,6 +50,7 @@ from autopar.trace.passes import (
     plain_numbers,
     rewrites,
 )
+from autopar.trace.python_values.asked_values import buffer_truths, first_to_answer
 from autopar.trace.python_values.read_inputs import (
     UnansweredError,
     UnreadInputError,
@@ -79,6 +81,7 @@ class Traced:
         reads: attributes with whose values it was traced: path of the module, name.
         read_values: inputs with whose values it was traced, as its calls must have them.
         computed_values: what follows from inputs, with whose values it was traced, likewise.
+        questions: what forward asks of buffers in Python, with the answers that they must give at a call.
     """
 
     program: Program
@@ -88,6 +91,7 @@ class Traced:
     reads: frozenset[tuple[str, str]] = frozenset()
     read_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
     computed_values: tuple[ComputedValues, ...] = ()
+    questions: tuple[BufferQuestion, ...] = ()
 
     def in_pieces(self, tokens: int) -> Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
@@ -203,8 +207,9 @@ def trace(
     )
     unflatten = ModelOutputs(captured.outputs, captured.assigned)
     return Traced(
-        program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values, form.computed_values
-    )
+        program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values, form.computed_values,
+        captured.questions,
+    )  # fmt: skip
 
 
 def _casts_here(device_type: str) -> bool:
@@ -226,7 +231,7 @@ def _capture(
         try:
             return _capture_with_inputs(model, form, tensors, **how, answered=answered)
         except UnansweredError as error:
-            new = error.asked - answered
+            new = first_to_answer(error.asked - answered)
             if not new:
                 raise TraceError(str(first or error)) from error
             if isinstance(error, UnreadInputError):
@@ -248,8 +253,12 @@ def _capture_with_inputs(
         first = error
     with also_asking(first):
         if first.converted:
-            with suppress(AutoparError):
+            try:
                 return _capture_with_values(model, form, tensors, how, first.converted)
+            except UnansweredError as error:
+                first.asked |= buffer_truths(error.asked)
+            except AutoparError:
+                pass
         return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
 
 

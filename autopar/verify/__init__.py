@@ -21,10 +21,12 @@ from autopar.lower.compat import map_leaves
 from autopar.lower.run.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.planning.arguments import check_materialized
+from autopar.planning.building import call_planner
 from autopar.planning.call_plans import CallPlanner
 from autopar.planning.call_traces import ExampleInputs, as_call, trace_model
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, own_copy, put_loss_inside, without_target
+from autopar.verify.buffers_seen import BuffersSeen, plan_calls_seen
 from autopar.verify.diagnosis import first_difference
 from autopar.verify.differences import largest_entry, number_error, relative_error
 from autopar.verify.rehearsal import (
@@ -33,7 +35,6 @@ from autopar.verify.rehearsal import (
     SteadyAdamW,
     keep_double_program,
     needs_wide_integers,
-    planner_for,
     run_parallel,
     run_single,
 )
@@ -189,6 +190,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     batches = [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
     planner, refusal = _eval_mode(model, traced, plan, batches)
     batches = [] if refusal else batches
+    seen = BuffersSeen()
+    watching = double.register_forward_pre_hook(seen)  # and so do copies
     try:
         expected = run_single(
             double, _as_double(inputs), steps, make_optimizer, in_double=True, follows_integers=follows,
@@ -199,7 +202,10 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
             "kernels doesn't support float64, verify it with another implementation of that layer"
         ) from error
+    finally:
+        watching.remove()
     check_finite(expected)
+    plan_calls_seen(seen, planner, traced, batches or [inputs])
     try:
         parallel = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, planner=planner)
         parallel = replace(parallel, refusal=refusal or parallel.refusal)
@@ -263,16 +269,18 @@ def check_finite(run: Run) -> None:
 
 def _eval_mode(
     model: nn.Module, traced: Traced, plan: Plan, batches: Sequence[ExampleInputs]
-) -> tuple[CallPlanner | None, str]:
+) -> tuple[CallPlanner, str]:
     """A planner that has planned the calls of `eval_outputs`, or the reason why they are refused."""
+    planner = call_planner(model, traced, plan, finish=keep_double_program)
     try:
-        planner = planner_for(model, traced, plan, batches, keep_double_program)
+        for batch in batches:
+            planner(*as_call(batch), False)
         with torch.no_grad():
             for batch in batches[1:]:  # of the first one, training is what `traced` is
                 planner(*as_call(batch), True)
         return planner, ""
     except AutoparError as error:
-        return None, str(error)
+        return planner, str(error)
 
 
 def _as_double(inputs: ExampleInputs) -> ExampleInputs:

@@ -366,7 +366,7 @@ class _KeepDouble(TorchFunctionMode):
 
 
 _OF_EQUAL_DTYPES = frozenset({
-    "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution",
+    "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution",
     "scaled_dot_product_attention",
 })  # fmt: skip
 """Ops that torch refuses for operands of several floating dtypes."""

@@ -40,7 +40,10 @@ def build(model: nn.Module, traced: Traced, plan: Plan, communicator: Communicat
 
 def executable(traced: Traced, plan: Plan) -> Executable:
     """What `lower` takes."""
-    return Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
+    return Executable(
+        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs,
+        questions=traced.questions,
+    )  # fmt: skip
 
 
 def loss_of(output: Any) -> Tensor:

@@ -187,3 +187,65 @@ def test_tables_of_a_length_are_made_in_every_call() -> None:
 def test_what_a_call_makes_of_its_own_for_later_ones_is_refused(way: str) -> None:
     with pytest.raises(TraceError, match="reads and changes 'length' from -1 to 8, and computes something else"):
         trace_model(Tables(way).double(), INPUTS)
+
+
+class WrittenTables(Tables):
+    """Writes its table to a buffer, of the largest length, and looks there in later calls."""
+
+    table: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.register_buffer("table", torch.zeros(32, 8))
+        self.length = 0
+
+    def _rows(self, length: int, h: Tensor, x: Tensor) -> Tensor:
+        if self.length >= length:
+            return self.table[:length].detach()
+        of = {"buffer": self.frequency, "input": x[0], "result": h[0], "parameter": self.linear.bias}[self.way]
+        rows = torch.outer(torch.arange(length), of).cos()
+        self.table[:length] = rows.detach()
+        self.length = length
+        return rows
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(x)
+        return functional.cross_entropy(h * self._rows(len(x), h, x) + self._rows(len(x), h, x), y)
+
+
+def test_tables_in_buffers_are_made_in_every_call_and_read_in_the_same_one() -> None:
+    torch.manual_seed(0)
+    model = WrittenTables("buffer").double()
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), INPUTS, constraints=["data=2"])
+    assert "tables that are the same in every call" in plan.notes[0]
+    report = autopar.verify(model, plan, INPUTS)
+    assert report.parameter_error < 1e-12
+    assert report.worst_output[1] < 1e-12
+
+
+@pytest.mark.parametrize("way", ["input", "result", "parameter"])
+def test_tables_in_buffers_that_follow_from_a_call_are_refused(way: str) -> None:
+    with pytest.raises(TraceError, match="reads and changes 'length' from 0 to 8, and computes something else"):
+        trace_model(WrittenTables(way).double(), INPUTS)
+
+
+class Remembered(nn.Module):
+    """Has the first batch in a buffer, whole, for all later calls."""
+
+    first: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_set = nn.Linear(8, 4), False
+        self.register_buffer("first", torch.zeros(8, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.is_set:
+            self.first.copy_(x)
+            self.is_set = True
+        return functional.cross_entropy(self.linear(x - self.first), y)
+
+
+def test_what_the_first_call_leaves_in_a_buffer_is_no_table() -> None:
+    with pytest.raises(TraceError, match="reads and changes 'is_set' from False to True"):
+        trace_model(Remembered().double(), INPUTS)

@@ -32,3 +32,28 @@ def test_sines_of_integers_are_followed(constraint: str) -> None:
     cluster = autopar.Cluster.of("h100", devices_per_node=2)
     plan = autopar.plan(model, cluster, inputs, constraints=[constraint])
     assert autopar.verify(model, plan, inputs).loss_error < 1e-14
+
+
+class _Quantizer(nn.Module):
+    """The nearest code by a product with what is one for it, as vector-quantize-pytorch writes it."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 8)
+        self.register_buffer("codes", torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        chosen = nn.functional.one_hot((h.detach() @ self.codes.T).argmax(-1), 4)
+        return (
+            (h - torch.einsum("h n c, h c d -> h n d", chosen.type(h.dtype)[None], self.codes[None])[0]).square().mean()
+        )
+
+
+def test_integers_cast_for_an_einsum_are_followed() -> None:
+    torch.manual_seed(0)
+    model, x = _Quantizer(), torch.randn(4, 16)
+    plan = autopar.plan(model, autopar.Cluster.of("h100", devices_per_node=2), x, constraints="data=2")
+    assert autopar.verify(model, plan, x).loss_error < 1e-14

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, InputShapeError, ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.autograd import ambient_autocast
 from autopar.lower.run.attributes import Attributes, Settings, settings_text
+from autopar.lower.run.buffer_answers import BufferAnswers
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
+from autopar.objects.buffer_questions import questions_text
 from autopar.plan import Plan
 
 __all__ = ["MOST_FORMS", "CallExecutors", "ExecutablePlanner", "PlannedCall"]
@@ -34,11 +36,12 @@ class ExecutablePlanner(Protocol):
         autocast: torch.dtype | None = None,
         settings: Settings = (),
         any_output: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> Executable:
         """For calls of the model, or of its submodule `part`, inside of ``torch.autocast`` to that dtype.
 
         `settings` are all attributes that differ from when the model was parallelized.  With `any_output` backward
-        begins with the caller's gradients of any outputs.
+        begins with the caller's gradients of any outputs.  `buffers` are those that forward may ask in Python.
         """
         ...
 
@@ -91,6 +94,7 @@ class CallExecutors:
         last_trained: that of the last training call of the model; before it the first.
         compile_layers: whether layers are compiled.
         attributes: of the module's submodules; calls run programs that were made with the values that these have.
+        answers: of its buffers, likewise.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class CallExecutors:
         self.compile_layers = compile_layers
         self.attributes = attributes
         attributes.watch(planner.reads if planner is not None else attributes.names)
+        self.answers = BufferAnswers(attributes.root)
         self._has_warned = False
         self._from_any_output: dict[Executor, Executor] = {}  # in place of those whose backward begins with the loss
         # By mode, submodule and autocast's dtype, the one that was used last in front.
@@ -157,6 +162,7 @@ class CallExecutors:
             return None
         call, executor, tensors = known
         call.calls += 1
+        self.answers.count(executor.executable.questions)
         if is_training and not part:
             self.last_trained = executor
         return executor, tensors
@@ -166,10 +172,11 @@ class CallExecutors:
     ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
         known = self._known.setdefault((self._mode(is_training), part, self.autocast), [])
         for place, (call, executor) in enumerate(known):
-            if executor.executable.settings != settings:
+            executable = executor.executable
+            if executable.settings != settings or not self.answers.are_known(executable.questions):
                 continue
             try:
-                tensors = executor.executable.read_inputs(args, kwargs)
+                tensors = executable.read_inputs(args, kwargs)
             except InputShapeError:
                 if self._planner is None:
                     raise
@@ -272,7 +279,9 @@ class CallExecutors:
         text += ", keys and values" if len(plain) < len(program.inputs) else ""
         text += f", autocast to {autocast}" if autocast else ""
         text += f", {settings_text(executor.executable.settings)}" if executor.executable.settings else ""
+        text += f", {questions_text(executor.executable.questions)}" if executor.executable.questions else ""
         known = self._known.setdefault((mode, part, autocast), [])
+        self.answers.watch(executor.executable.questions)
         known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
         return known
 
@@ -289,14 +298,20 @@ class CallExecutors:
                     "this module was lowered for the values that attributes had then, and without a planner it has to "
                     f"keep them; now {settings_text(self.attributes.changed())}"
                 )
+            if answers := self.answers.changed():
+                raise ModelError(
+                    "this module was lowered for the values that buffers had then, and without a planner it has to "
+                    f"keep what forward asked of them; now {answers}"
+                )
             if first.is_random or first.executable.program.updates:
                 raise AutoparError(
                     "this module was lowered for training only: it draws random numbers or updates "
                     "buffers, so eval() needs a planner"
                 )
             return first
+        self.answers.check()
         settings = self.attributes.changed(everywhere=True)
-        executable = self._planner(args, kwargs, mode, part, autocast, settings, any_output)
+        executable = self._planner(args, kwargs, mode, part, autocast, settings, any_output, self.answers.values)
         self.attributes.watch(self._planner.reads)
         self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self.compile_layers)

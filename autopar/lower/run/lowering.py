@@ -23,6 +23,7 @@ from autopar.lower.run.hoisted import HoistedValues
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.tail import Tail
+from autopar.objects.buffer_questions import BufferQuestion
 from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, refine_layout, refine_mesh, reshard
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
@@ -68,6 +69,7 @@ class Executable(NamedTuple):
         settings: the attributes that it was traced with and that differ from those of the first program.
         read_values: inputs of which `flatten_inputs` takes one value each only.
         computed_values: what follows from inputs, and of which it takes one value each only: what it is, and the value.
+        questions: what forward asks of buffers, with the answers that the program was traced with.
     """
 
     program: Program
@@ -81,6 +83,7 @@ class Executable(NamedTuple):
     settings: Settings = ()
     read_values: frozenset[str] = frozenset()
     computed_values: tuple[tuple[str, str], ...] = ()
+    questions: tuple[BufferQuestion, ...] = ()
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

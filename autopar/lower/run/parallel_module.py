@@ -210,6 +210,8 @@ class ParallelModule(StepCalls):
         kind += f" with autocast to {autocast}" if autocast else ""
         changed = self._attributes.changed()
         kind += f" with {settings_text(changed)}" if changed else ""
+        answers = self._executors.answers.changed()
+        kind += f" with {answers}" if answers else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         trained = self._optimizer_service.count_trained() if self.training else self._num_trained
         kind += "" if trained == self._num_trained else f" of {trained} parameters"
@@ -217,7 +219,7 @@ class ParallelModule(StepCalls):
         if (calls := self._communicator.calls) is not None:
             adds = self.training and torch.is_grad_enabled() and not self._executor.stages.is_pipeline
             calls.num_gradients = self._optimizer_service.count_gradients() if adds else 0
-        is_usual = not part and autocast is None and not changed
+        is_usual = not part and autocast is None and not changed and not answers
         if is_usual and self._group_steps is not None and self._takes_groups():
             assert self.call_inputs is not None
             outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
@@ -253,7 +255,8 @@ class ParallelModule(StepCalls):
             InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             AutoparError: the model can't be traced or planned on such inputs.
         """
-        changed = settings_text(self._attributes.changed())
+        changes = (settings_text(self._attributes.changed()), self._executors.answers.changed())
+        changed = ", ".join(filter(None, changes))
         return self._plan_call(f"plan_for {{}} ({changed})" if changed else "plan_for {}", args, kwargs)
 
     def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:

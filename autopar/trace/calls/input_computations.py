@@ -1,13 +1,14 @@
-"""What follows from inputs alone, as data: ops of a trace that later calls run again on their own inputs.
+"""What follows from inputs or buffers alone, as data: ops of a trace that later calls run again on their own tensors.
 
 No ops at all are a computation, too: of an input itself.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,10 @@ from torch import Tensor
 from autopar.trace.compat import torch_internals
 from autopar.trace.tensor_values import TensorValues, values_of
 
-__all__ = ["Computation", "ComputedOp", "Operand", "map_arguments"]
+__all__ = ["Computation", "ComputedOp", "Operand", "function_name", "map_arguments"]
+
+_MODULES = {"operator": operator, "math": math, "torch": torch}
+"""Whose functions a trace records where Python computes with numbers of tensors."""
 
 
 class Operand(NamedTuple):
@@ -30,7 +34,7 @@ class ComputedOp:
     """An op on inputs, constants and the results of other steps.
 
     Args:
-        target: its name, such as ``aten.eq.Scalar``, or ``getitem``.
+        target: its name, such as ``aten.eq.Scalar``, or that of a function, such as ``operator.lt``.
         args: its positional arguments, with an `Operand` or a `TensorValues` in place of each tensor.
         kwargs: the others, likewise.
     """
@@ -73,7 +77,8 @@ class Computation:
             for step in self.steps:
                 named = {name: map_arguments(x, given) for name, x in step.kwargs}
                 results.append(_operation(step.target)(*map_arguments(step.args, given), **named))
-        return results[-1]
+        last = results[-1]
+        return last if isinstance(last, Tensor) else torch.tensor(last)
 
     def known(self, tensors: Sequence[Tensor]) -> TensorValues | None:
         """The result as plain data; None where it is not known."""
@@ -81,9 +86,17 @@ class Computation:
         return None if result is None else values_of(result)
 
 
+def function_name(function: Any) -> str | None:
+    """Under which name a step calls a function of Python numbers; None if it is none of those that a trace records."""
+    name = getattr(function, "__name__", "")
+    named = (f"{path}.{name}" for path, module in _MODULES.items() if getattr(module, name, None) is function)
+    return next(named, None)
+
+
 def _operation(target: str) -> Callable[..., Any]:
-    if target == "getitem":
-        return getitem
+    path, _, name = target.partition(".")
+    if path in _MODULES:
+        return getattr(_MODULES[path], name)
     op = torch_internals.overload(target)
     assert op is not None
     return op

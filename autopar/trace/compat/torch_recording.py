@@ -142,6 +142,11 @@ class Recorder:
         has_value = (slot.constant is not None or tensor.constant is not None) and tensor.numel() > 0
         return None if has_value else slot.proxy.node
 
+    def node_of_number(self, number: Any) -> fx.Node | None:
+        """What made a symbolic number of this trace; None if torch knows it."""
+        slot: Any = proxy_tensor.get_proxy_slot(number, self._tracer, None)
+        return None if slot is None else slot.force().node
+
     def constant_of(self, node: fx.Node) -> TensorValues | None:
         """A tensor that forward has written down, or that existed before the call; None if it is large or unknown."""
         value: Any = getattr(self._tracer.root, str(node.target), None)
@@ -344,15 +349,16 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-def truth_values(decide: Callable[[types.FrameType], bool | None]) -> Iterator[None]:
-    """Inside, a truth value that depends on data is what `decide` says of the frame that asks, if that is not None.
+def truth_values(decide: Callable[[types.FrameType, tuple[Any, ...]], bool | None]) -> Iterator[None]:
+    """Inside, a truth value that depends on data is what `decide` says of the frame that asks, and of what it asks for
+    it, if that is not None.
 
     Also what ``torch.equal`` and ``torch.allclose`` say.
     """
 
     def asking(ask: Callable[..., bool], is_unknown: Callable[[Any], bool]) -> Callable[..., bool]:
         def truth(*values: Any, **how: Any) -> bool:
-            answer = decide(sys._getframe(1)) if any(map(is_unknown, values)) else None
+            answer = decide(sys._getframe(1), values) if any(map(is_unknown, values)) else None
             return ask(*values, **how) if answer is None else answer
 
         return truth

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.objects.buffer_questions import BufferQuestion, small_buffers
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
 from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
@@ -92,6 +93,7 @@ class Captured:
         changed: attributes that it read and then set.
         answers: what follows from inputs and is constant in the graph.
         asked: lines that ask for what could be such a constant.
+        questions: what was asked of buffers, with the answers that are constant in the graph.
     """
 
     exported: Functional
@@ -105,6 +107,7 @@ class Captured:
     changed: tuple[Changed, ...] = ()
     answers: tuple[ReadValues, ...] = ()
     asked: frozenset[str] = frozenset()
+    questions: tuple[BufferQuestion, ...] = ()
 
 
 class _Wrapper(nn.Module):
@@ -128,7 +131,7 @@ class _Wrapper(nn.Module):
     def _returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
-        self.questions.begin(tensors)
+        self.questions.begin(tensors, self.get_submodule(WRAPPED))
         try:
             with (
                 written_assignments(self.get_submodule(WRAPPED)),
@@ -243,7 +246,7 @@ def _capture_once(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    questions = AskedValues(form, tensors, answered)
+    questions = AskedValues(form, tensors, answered, small_buffers(model))
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast, questions)
     wrapper.training, wrapper.is_second = training, settings is None
     if model.training != training:
@@ -258,10 +261,14 @@ def _capture_once(
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
     records = wrapper.records
-    notes = (*records.notes, *notes_on_kept_tensors(wrapper.get_submodule(WRAPPED)))
+    of_buffers = tuple(questions.of_buffers)
+    answered_at = {question.where for question in of_buffers}
+    records.items = [where for where in records.items if where not in answered_at]
+    asked_notes = dict.fromkeys(question.note for question in of_buffers)
+    notes = (*records.notes, *notes_on_kept_tensors(wrapper.get_submodule(WRAPPED)), *asked_notes)
     return Captured(
         exported, wrapper.records.outputs, classes, names, own, notes, frozenset(reads.found), records.assigned,
-        records.changed, tuple(questions.reads.values()), frozenset(questions.asked),
+        records.changed, tuple(questions.reads.values()), questions.asked_in(exported.graph), of_buffers,
     )  # fmt: skip
 
 
@@ -313,7 +320,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(written_embedding_bags())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
-                patches.enter_context(passed_checks(note))
+                patches.enter_context(passed_checks(note, wrapper.questions.truth_of))
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(_known_numbers(bool(form.reads) or wrapper.questions.are_answered))
                 patches.enter_context(_unlogged())

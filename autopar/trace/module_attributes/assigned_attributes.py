@@ -125,7 +125,8 @@ class AttributeWatch:
 
     def begin_second(self, model: nn.Module) -> None:
         """Between two calls in one trace: what the first has set to tensors of its own, the second must not compute
-        with, so there is something else; what follows from buffers alone is what the second would have set.
+        with, so there is something else; what follows from buffers alone is what the second would have set.  The same
+        holds for what the first has written to buffers, which may also follow from parameters that are not trained.
 
         Raises:
             ExampleInputsError: a list or dict has changed.
@@ -140,6 +141,11 @@ class AttributeWatch:
             if depend_on_calls(tensors, other_than=buffers):
                 forms = tuple((tuple(x.shape), x.dtype) for x in tensors)
                 self._owners[path][name] = Changed(path, name, before, structure, forms).value()
+        fixed = [*buffers, *(p for p in model.parameters() if not p.requires_grad)]
+        with torch.no_grad():
+            for buffer in buffers:
+                if depend_on_calls([buffer], other_than=fixed):
+                    buffer.fill_(7)
 
     def _note(self, found: Found, path: str, name: str, before: Any, now: Any) -> None:
         structure, tensors = describe(now)

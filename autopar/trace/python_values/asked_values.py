@@ -1,30 +1,34 @@
-"""Questions of a forward whose answers follow from inputs alone: which images are padding, is any token global.
+"""Questions of a forward whose answers follow from inputs alone: which images are padding, is any token global; or from
+buffers alone: is this codebook initialized, is the warmup over.
 
 A trace does not know the answers.  Where it can't go on without one, it is made again, and the ops that lead from
-inputs to the question (`Computation`) are run on the inputs of the call: the answer is a constant of the trace, and
-later calls compute theirs, to be compared with it.  Questions are told apart by the user's line that asks.
+inputs or buffers to the question (`Computation`) are run on those of the call: the answer is a constant of the trace,
+and later calls compute theirs, to be compared with it.  Questions are told apart by the user's line that asks; of
+buffers, truth values apart from other numbers: a counter that is compared with a threshold gives two programs, and one
+whose number is computed with a program for each number.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
+from autopar.objects.buffer_questions import BufferQuestion
 from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, map_arguments
 from autopar.trace.calls.signature import MOST_READ, CallForm, ReadValues
 from autopar.trace.compat import torch_internals, torch_recording
-from autopar.trace.compat.source_lines import user_line
+from autopar.trace.compat.source_lines import frame_of_text, user_line
 from autopar.trace.python_values.read_inputs import UnansweredError
-from autopar.trace.python_values.recorded_computations import computation_of
+from autopar.trace.python_values.recorded_computations import buffer_computation, computation_of
 
-__all__ = ["AskedValues", "Questions"]
+__all__ = ["AskedValues", "Questions", "buffer_truths", "first_to_answer"]
 
 _NUMBERS = ("item", "__bool__", "__int__", "__index__", "__float__")
 _ARRAYS = ("numpy", "__array__")
@@ -33,7 +37,18 @@ _WITH_SIZES = _FACTORIES | {
     "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "view", "reshape", "expand",
 }  # fmt: skip
 """Functions that read numbers of tensors where Python does not see it; those that are no factories of a tensor."""
+_TRUTH = "truth of "  # before the line that asks for a truth value that follows from buffers
 _PLACES = frozenset({"nonzero", "argwhere", "where"})
+
+
+def first_to_answer(asked: Collection[str]) -> frozenset[str]:
+    """Those of `asked` to answer now: numbers of buffers stay open if truth values that follow from them suffice."""
+    return buffer_truths(asked) or frozenset(asked)
+
+
+def buffer_truths(asked: Collection[str]) -> frozenset[str]:
+    """Those that ask for truth values that follow from buffers."""
+    return frozenset(each for each in asked if each.startswith(_TRUTH))
 
 
 class AskedValues:
@@ -43,20 +58,29 @@ class AskedValues:
         asked: the lines that ask what could be answered, in order.
         sizes: those whose answers are sizes.
         reads: the answers that were given, by what gives them.
+        numbers: the lines that ask for numbers of buffers.
+        of_buffers: the answers that were given and follow from buffers.
     """
 
-    def __init__(self, form: CallForm, given: Sequence[Tensor], answered: frozenset[str]) -> None:
+    def __init__(
+        self, form: CallForm, given: Sequence[Tensor], answered: frozenset[str], buffers: Mapping[str, Tensor]
+    ) -> None:
         """Nothing is asked yet.
 
         Args:
             form: of the call that is traced.
             given: its tensors.
             answered: the lines whose questions are answered.
+            buffers: those of the model that may be asked, by their first names.
         """
         self._names = form.names
         self._given = form.cast_inputs(given)
         self._answered = answered
         self._places: dict[fx.Node, int] = {}
+        self._buffers = buffers
+        self._buffer_places: dict[fx.Node, int] = {}
+        self.numbers: set[str] = set()
+        self.of_buffers: dict[BufferQuestion, None] = {}
         self.asked: list[str] = []
         self.sizes: set[str] = set()
         self.reads: dict[Computation, ReadValues] = {}
@@ -66,18 +90,22 @@ class AskedValues:
         """Whether any is."""
         return bool(self._answered)
 
-    def begin(self, traced: Sequence[Tensor]) -> None:
-        """`traced` are the tensors of the trace that stand for the call's."""
+    def begin(self, traced: Sequence[Tensor], model: nn.Module) -> None:
+        """`traced` are the tensors of the trace that stand for the call's, and the buffers of `model` for its own."""
         recorder = torch_recording.recorder()
         # Now: an op that gives a tensor as it is becomes what the tensor comes from.
         nodes = [None if recorder is None else recorder.node_of(x) for x in traced]
         self._places = {node: place for place, node in enumerate(nodes) if node is not None}
+        members = [None if recorder is None else recorder.node_of(model.get_buffer(name)) for name in self._buffers]
+        self._buffer_places = {node: place for place, node in enumerate(members) if node is not None}
         self.reads.clear()
+        self.of_buffers.clear()
 
     def computation_of(self, x: Tensor) -> Computation | None:
         """See `recorded_computations.computation_of`."""
         recorder = torch_recording.recorder()
-        return None if recorder is None else computation_of(recorder, x, self._places)
+        node = None if recorder is None else recorder.node_of(x)
+        return None if recorder is None or node is None else computation_of(recorder, node, self._places)
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether `x` is the same in every call of these shapes, such as a mask that forward makes of sizes."""
@@ -89,17 +117,36 @@ class AskedValues:
         """The lines to answer where a trace ends: that which asked last, or whose sizes it may have ended at."""
         return frozenset([*self.asked[-1:], *self.sizes])
 
-    def answer(self, x: Tensor, *, are_places: bool = False, is_size: bool = False) -> Tensor | None:
+    def asked_in(self, graph: fx.Graph) -> frozenset[str]:
+        """The lines to answer where a whole graph can't be a program: not those of buffers' numbers that it doesn't
+        compute with.
+        """
+        left = {
+            frame_of_text(node.stack_trace)
+            for node in graph.nodes
+            if node.stack_trace and isinstance(node.meta.get("val"), torch_internals.SYMBOLIC) and node.users
+        }
+        needed = self.numbers & left or self.numbers
+        return frozenset(self.asked) - (self.numbers - needed)
+
+    def answer(
+        self, x: Tensor, *, are_places: bool = False, is_size: bool = False, is_truth: bool = False
+    ) -> Tensor | None:
         """What is in `x`, or where it is not zero ([entries, dims]), as a tensor whose values the trace knows.
 
-        None if this does not follow from inputs alone, or the line's questions stay open.
+        With `is_truth` only whether it is zero counts.  None if this does not follow from inputs or buffers alone, or
+        the line's questions stay open.
 
         Raises:
             UnansweredError: the line's questions are to be answered, but the inputs of the call have no values here,
                 or it is too much.
         """
         computation = self.computation_of(x)
-        if computation is None or (computation.places and (x.is_floating_point() or x.is_complex())):
+        if computation is None:
+            recorder = torch_recording.recorder()
+            node = None if recorder is None else recorder.node_of(x)
+            return None if are_places or node is None else self._answer_of_buffers(node, is_truth=is_truth)
+        if computation.places and (x.is_floating_point() or x.is_complex()):
             return None
         where = user_line()
         if where not in self._answered:
@@ -138,6 +185,47 @@ class AskedValues:
             )
         return ReadValues(computation, known, where)
 
+    def truth_of(self, number: Any) -> bool | None:
+        """Whether a number that the trace does not know is true, where this follows from buffers and is answered."""
+        recorder = torch_recording.recorder()
+        node = None if recorder is None else recorder.node_of_number(number)
+        known = None if node is None else self._answer_of_buffers(node, is_truth=True)
+        return None if known is None else bool(known.item())
+
+    def _answer_of_buffers(self, node: fx.Node, *, is_truth: bool) -> Tensor | None:
+        """What a node gives in this call, if it follows from buffers alone and the line's questions are answered.
+
+        Raises:
+            UnansweredError: the buffers have no values here.
+        """
+        recorder = torch_recording.recorder()
+        computation = None if recorder is None else buffer_computation(recorder, node, self._buffer_places)
+        if computation is None:
+            return None
+        where = user_line()
+        is_truth |= getattr(node.meta.get("val"), "dtype", None) == torch.bool
+        key = _TRUTH + where if is_truth else where
+        self.numbers |= set[str]() if is_truth else {where}
+        if key not in self._answered:
+            self.asked.append(key)
+            return None
+        places, last = computation.places, Operand(len(computation.places) + len(computation.steps) - 1)
+        if is_truth:
+            computation = Computation(places, (*computation.steps, ComputedOp("operator.truth", (last,))))
+        values = [*self._buffers.values()]
+        names = tuple(list(self._buffers)[place] for place in places)
+        computation = Computation(tuple(range(len(places))), computation.steps)
+        with torch_internals.plain_tensors():
+            known = computation.known([values[place] for place in places])
+        if known is None:
+            raise UnansweredError(
+                f"{where}: Python needs a value here that follows from the buffer {' and '.join(map(repr, names))}, "
+                "which has no value on the meta device: make the model on a device, so that the plan is for what the "
+                "buffer has"
+            )
+        self.of_buffers[BufferQuestion(names, computation, where, known.values, is_truth=is_truth)] = None
+        return known.tensor()
+
     def list_of(self, x: Tensor, plain: Callable[[Tensor], Any]) -> Any:
         """``x.tolist()``, which is ``plain(x)`` where this is no question that is answered."""
         known = self.answer(x) if torch_recording.recorder() else None
@@ -162,6 +250,7 @@ class Questions(TorchFunctionMode):
         self._asked = asked
         # As they are now: tracing replaces some of them.
         self._numbers = frozenset(getattr(Tensor, name) for name in _NUMBERS)
+        self._truth = Tensor.__bool__
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -176,7 +265,7 @@ class Questions(TorchFunctionMode):
             args = (*args[:own], *map_arguments(tuple(args[own:]), self._size))
             named = {key: map_arguments(arg, self._size) for key, arg in named.items()}
         if func in self._numbers and isinstance(x, Tensor):
-            known = self._asked.answer(x)
+            known = self._asked.answer(x, is_truth=func is self._truth)
             return func(*args, **named) if known is None else func(known)
         if name == "_pack_padded_sequence":
             raise TraceError(

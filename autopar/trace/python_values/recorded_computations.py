@@ -1,64 +1,92 @@
-"""What leads to a tensor of the trace under way, and from inputs, as a computation that later calls run again."""
+"""What leads to a tensor of the trace under way, and from inputs or buffers, as a computation that later calls run
+again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import getitem
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, map_arguments
+from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, function_name, map_arguments
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.torch_recording import Recorder
 
-__all__ = ["computation_of", "depend_on_calls"]
+__all__ = ["buffer_computation", "computation_of", "depend_on_calls"]
 
 _NAMES = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 _OF_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
 """Ops that read no entry of what they are given."""
 
 
-def computation_of(recording: Recorder, x: Tensor, places: Mapping[fx.Node, int]) -> Computation | None:
-    """What leads from inputs, with their `places`, to a tensor of the trace under way.
+def computation_of(recording: Recorder, last: fx.Node, places: Mapping[fx.Node, int]) -> Computation | None:
+    """What leads from inputs, with their `places`, to the result of an op of the trace under way.
 
     None if it follows from anything else as well, such as parameters or random numbers, if an input is written to, or
     if floats are rounded.  A computation without inputs is one of constants, such as a mask that forward makes itself.
     """
-    last = recording.node_of(x)
-    if last is None:
-        return None
     needed = _behind(recording.graph, [last])
+    memory = {key for node in needed if node in places for key in _memory_of(node)}
+    for node in needed:
+        if node not in places and (_is_rounding(node) or _is_number(node) or not memory.isdisjoint(_written_by(node))):
+            return None
+    return _computation(recording, needed, last, places)
+
+
+def buffer_computation(recording: Recorder, last: fx.Node, places: Mapping[fx.Node, int]) -> Computation | None:
+    """The same for buffers, which may be floats that are rounded, and may be written to on the way, as counters are.
+
+    The computation leaves the buffers as they are.  None if nothing follows from them, or if it follows from anything
+    else as well.
+    """
+    needed = _behind(recording.graph, [last])
+    made = _computation(recording, needed, last, places, copies=True) if places.keys() & set(needed) else None
+    return made if made is not None and made.places else None
+
+
+def _computation(
+    recording: Recorder,
+    needed: Sequence[fx.Node],
+    last: fx.Node,
+    places: Mapping[fx.Node, int],
+    *,
+    copies: bool = False,
+) -> Computation | None:
     own = [node for node in needed if node in places]
     results: dict[fx.Node, Any] = {node: Operand(index) for index, node in enumerate(own)}
     steps: list[ComputedOp] = []
-    memory = {key for node in own for key in _memory_of(node)}
 
     def given(arg: Any) -> Any:
         return results[arg] if isinstance(arg, fx.Node) else arg
 
+    def add(step: ComputedOp) -> Operand:
+        steps.append(step)
+        return Operand(len(own) + len(steps) - 1)
+
+    for node in _written(own, needed) if copies else ():
+        results[node] = add(ComputedOp("aten.clone.default", (results[node],)))
     for node in needed:
         if node in results:
             continue
-        if node.op == "get_attr":
-            constant = recording.constant_of(node)
-            if constant is None:
-                return None
-            results[node] = constant
-            continue
-        if not _can_be_repeated(node) or _is_rounding(node) or not memory.isdisjoint(_written_by(node)):
+        constant = recording.constant_of(node) if node.op == "get_attr" else None
+        step = _repeated(node, given)
+        if constant is None and step is None:
             return None
-        target = "getitem" if node.target is getitem else str(node.target)
-        kwargs = tuple((name, map_arguments(arg, given)) for name, arg in node.kwargs.items())
-        results[node] = Operand(len(own) + len(steps))
-        steps.append(ComputedOp(target, map_arguments(node.args, given), kwargs))
+        results[node] = constant if step is None else add(step)
     if not own and not steps:
         return None
     if steps and results[last] != Operand(len(own) + len(steps) - 1):  # written to since: the result comes last
-        steps.append(ComputedOp("aten.alias.default", (results[last],)))
+        add(ComputedOp("aten.alias.default", (results[last],)))
     return Computation(tuple(places[node] for node in own), tuple(steps))
+
+
+def _written(own: Sequence[fx.Node], needed: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of `own` that one of `needed` writes to."""
+    written = {key for node in needed for key in _written_by(node)}
+    return [node for node in own if not written.isdisjoint(_memory_of(node))]
 
 
 def depend_on_calls(
@@ -85,13 +113,24 @@ def depend_on_calls(
     )
 
 
-def _can_be_repeated(node: fx.Node) -> bool:
-    """Whether it is an op that gives the same with the same operands."""
-    if node.op != "call_function":
-        return False
+def _repeated(node: fx.Node, given: Callable[[Any], Any]) -> ComputedOp | None:
+    """An op on what is `given` for its operands; None if it is none that gives the same with the same operands."""
     target = cast("Any", node.target)
-    is_plain = torch_internals.is_plain_op(target) and torch.Tag.nondeterministic_seeded not in target.tags
-    return target is getitem or is_plain
+    if node.op != "call_function":
+        return None
+    if torch_internals.is_plain_op(target):
+        name = None if torch.Tag.nondeterministic_seeded in target.tags else str(target)
+    else:
+        name = function_name(target)
+    if name is None:
+        return None
+    kwargs = tuple((key, map_arguments(arg, given)) for key, arg in node.kwargs.items())
+    return ComputedOp(name, map_arguments(node.args, given), kwargs)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether Python computes it of numbers of tensors, which may round floats."""
+    return function_name(node.target) not in (None, "operator.getitem")
 
 
 def _is_rounding(node: fx.Node) -> bool:

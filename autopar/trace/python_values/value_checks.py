@@ -30,9 +30,9 @@ Span = tuple[int | None, int | None, int | None, int | None]  # first line, last
 
 
 @contextmanager
-def passed_checks(note: Callable[[str], None]) -> Generator[None]:
+def passed_checks(note: Callable[[str], None], answer: Callable[[Any], bool | None]) -> Generator[None]:
     """Inside, a truth value that only a check needs is the one with which nothing is raised or logged; `note` gets its
-    text.
+    text.  Of other numbers it is what `answer` says, if that is not None.
     """
 
     def left_out(where: str) -> None:
@@ -41,10 +41,10 @@ def passed_checks(note: Callable[[str], None]) -> Generator[None]:
             "outside of the model"
         )
 
-    def decide(frame: FrameType) -> bool | None:
+    def decide(frame: FrameType, values: tuple[Any, ...]) -> bool | None:
         check = _check_at(frame)
         if check is None:
-            return None
+            return answer(values[0]) if isinstance(values[0], torch.SymBool) else None
         left_out(check.where)
         return check.answer
 
