@@ -20,7 +20,7 @@ from autopar.schedules.action_lists import (
 )
 from autopar.schedules.critical_paths import schedule_paths
 from autopar.schedules.packing import pack
-from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages
+from autopar.search.chain.cost_tables import CostTables, LayerCosts, Transfer, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
 from autopar.step.costs.stage_costs import pipeline_step_s
@@ -331,6 +331,53 @@ def test_a_pipeline_of_equal_layers_is_found_with_equal_stages(seed: int, num_mi
         if peak <= limit_bytes
     )
     assert found.step_s <= fastest_s * (1 + 1e-9)
+
+
+def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
+    """By the sum of seconds, the last layer of the first group would bring its result into the form of the next."""
+    one = make_tables(0, 1, 1, 8).layers[0]
+    nothing, none = np.zeros(1), np.zeros(1, dtype=np.intp)
+    columns = {name: nothing for name, column in vars(one).items() if column.dtype == np.float64}
+
+    def layer(forward_s: tuple[float, ...], state_in: int, *states_out: int) -> LayerCosts:
+        seconds, count = np.array(forward_s), len(forward_s)
+        own = {name: np.zeros(count) for name in columns} | {"forward_s": seconds, "backward_s": 2 * seconds}
+        return LayerCosts(**own, state_in=np.full(count, state_in), state_out=np.array(states_out) + none)
+
+    usual, either, last = layer((1.0,), 0, 0), layer((1.0, 1.2), 0, 0, 1), layer((0.3,), 1, 1)
+    moved_s = np.array([[0.0, 0.3], [0.3, 0.0]])
+    tables = CostTables(8, 2, (usual, usual, either, last), (None, None, Transfer(2, 3, moved_s, 2 * moved_s)))
+    shape = Shape("1f1b", 2, 2, 8)
+    actions = shape.actions(schedule_actions)
+    moving_s, not_moving_s = (
+        pipeline_step_s(shape, actions, path_stages(tables, shape, (0, 3, 4), (0, 0, row, 0))) for row in range(2)
+    )
+    assert moving_s < not_moving_s
+    found = search_shapes(tables, shape, cuts=(3,)).best
+    assert found is not None
+    assert found.step_s == pytest.approx(moving_s)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seed", "num_layers", "best_known_s"),
+    [
+        (Shape("zbv", 4, 8, 8), 5, 14, 106.88), (Shape("zbv", 4, 8, 8), 1, 14, 69.59),
+        (Shape("1f1b", 4, 4, 8), 0, 12, 81.59), (Shape("interleaved_1f1b", 4, 8, 8), 5, 16, 128.53),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_candidates_are_chosen_by_the_longest_chain(
+    shape: Shape, seed: int, num_layers: int, best_known_s: float
+) -> None:
+    """By the sum of each group's seconds these take 1.3 to 3.2 % longer."""
+    tables = make_tables(seed, num_layers, 6, shape.num_microbatches)
+    first, usual, *_, last = tables.layers
+    tables = replace(tables, layers=(first, *(usual,) * (num_layers - 2), last), skips=(), tied=())
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    found = search_shapes(replace(tables, limit_bytes=0.7 * free.peak_bytes), shape).best
+    assert found is not None
+    assert found.step_s <= best_known_s
 
 
 def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:

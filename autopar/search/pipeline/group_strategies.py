@@ -1,7 +1,8 @@
 """The candidates of every layer once it is known where to cut: a chain of the stages of each device group.
 
 The stages of one group share its memory, so their layers make one chain, each with its stage's microbatches in flight.
-Transfers between stages of different groups are priced by the neighbors' states on a guiding path.
+Transfers between stages of different groups are priced by the neighbors' states on a guiding path.  How much the
+seconds of each stage count is the caller's choice (`StageWeights`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import numpy.typing as npt
 from autopar.schedules import Flight
 from autopar.schedules.action_lists import ScheduleActions
 from autopar.search.chain.chain_dp import Chain, ChainLayer
-from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend
+from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend, Transfer
 from autopar.search.chain.lagrangian import fastest_path, fastest_paths
 from autopar.search.chain.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
+from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.simulation.actions import lone_copies
 
 __all__ = ["SHORT_CHAIN", "GroupSolver"]
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 # Groups are many and each is a part of a model, so their hulls are followed less closely than that of a whole one.
 _MAX_PRICES = 12
@@ -40,69 +43,82 @@ _TILT = 1.3  # of the price from the first layer to the last: equal layers would
 Stages = tuple[tuple[int, int, Flight], ...]  # as `PipelineCuts.stages_of`
 
 
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """A device group: its stages, how many of their copies to the host's memory, and back, overlap with nothing, its
+    memory, and how much its seconds count.
+    """
+
+    numbers: tuple[int, ...]  # of the stages
+    stages: Stages
+    lone: tuple[tuple[float, float], ...]
+    limit_bytes: float
+    weights: StageWeights
+    stage_of: Indices  # of each layer of the pipeline
+
+
 @dataclass(eq=False)
 class GroupSolver:
     """Solves the device groups; what was solved before is known."""
 
     tables: CostTables
     known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
-    chains: dict[Flight, Chain] = field(default_factory=dict[Flight, Chain])
+    layers: dict[tuple[object, ...], ChainLayer] = field(default_factory=dict[tuple[object, ...], ChainLayer])
+    moves: dict[tuple[object, ...], Array] = field(default_factory=dict[tuple[object, ...], Array])
 
     def solve(
         self,
         cuts: PipelineCuts,
         guide: Sequence[int],
         actions: ScheduleActions,
-        lean: float = 0.0,
+        weights: StageWeights | None = None,
         limits_bytes: Mapping[int, float] | None = None,
     ) -> tuple[int, ...]:
         """The candidate of every layer; where nothing fits, those that take the least memory.
 
-        Each stage of a group seems slower than the one before it by the share `lean`.  The limits are those of groups
-        that have another one than the tables'.
+        Without `weights`, those of `StageWeights.equal`.  The limits are those of groups that have another one than the
+        tables'.
         """
-        path, groups = tuple(guide), cuts.shape.groups
+        path, owner = tuple(guide), cuts.shape.groups
         alone = lone_copies(actions, cuts.shape.num_stages)
+        stage_of = np.searchsorted(cuts.bounds, np.arange(len(path)), side="right") - 1
+        weights = weights or StageWeights.equal(self.tables, cuts.shape)
+        groups: list[_Group] = []
+        for group in range(cuts.shape.num_groups):
+            numbers = tuple(stage for stage, own in enumerate(owner) if own == group)
+            lone = tuple(alone[stage] for stage in numbers)
+            limit_bytes = (limits_bytes or {}).get(group, self.tables.limit_bytes)
+            groups.append(_Group(numbers, cuts.stages_of(group), lone, limit_bytes, weights, stage_of))
         for _ in range(_ROUNDS):
             solved = list(path)
-            for group in range(cuts.shape.num_groups):
-                stages = cuts.stages_of(group)
-                lone = tuple(each for own, each in zip(groups, alone, strict=True) if own == group)
-                layers = [layer for start, stop, _ in stages for layer in range(start, stop)]
-                limit_bytes = (limits_bytes or {}).get(group, self.tables.limit_bytes)
-                chosen = self._solve_group(stages, path, lone, lean, limit_bytes)
-                for layer, candidate in zip(layers, chosen, strict=True):
+            for group in groups:
+                layers = [layer for start, stop, _ in group.stages for layer in range(start, stop)]
+                for layer, candidate in zip(layers, self._solve_group(group, path), strict=True):
                     solved[layer] = candidate
             if tuple(solved) == path:
                 break
             path = tuple(solved)
         return path
 
-    def _solve_group(
-        self,
-        stages: Stages,
-        path: tuple[int, ...],
-        lone: tuple[tuple[float, float], ...],
-        lean: float,
-        limit_bytes: float,
-    ) -> tuple[int, ...]:
+    def _solve_group(self, group: _Group, path: tuple[int, ...]) -> tuple[int, ...]:
+        stages = group.stages
         own = [self.tables.layers[layer] for start, stop, _ in stages for layer in range(start, stop)]
         if all(len(layer.state_in) == 1 for layer in own):
             return (0,) * len(own)
-        around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
+        around = [self._end_costs(path, group, number) for number in range(len(stages))]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
             fixed_bytes,
-            limit_bytes,
-            lean,
-            lone,
+            group.limit_bytes,
+            group.lone,
+            *map(group.weights.of, group.numbers),
             *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
               for start, stop, flight in stages),
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            chain = self._chain(stages, around, lone, fixed_bytes, lean)
-            self.known[key] = self._solve_on_host(stages, chain, limit_bytes)
+            chain = self._chain(group, around, fixed_bytes)
+            self.known[key] = self._solve_on_host(stages, chain, group.limit_bytes)
         return self.known[key]
 
     def _solve_on_host(self, stages: Stages, chain: Chain, device_bytes: float) -> tuple[int, ...]:
@@ -145,53 +161,67 @@ class GroupSolver:
             limited = pool.paths[pool.smallest() if best < 0 else best]
         return tuple(limited.tolist())
 
-    def _chain(
-        self,
-        stages: Stages,
-        around: list[tuple[Array, Array]],
-        lone: tuple[tuple[float, float], ...],
-        fixed_bytes: float,
-        lean: float,
-    ) -> Chain:
+    def _chain(self, group: _Group, around: list[tuple[Array, Array]], fixed_bytes: float) -> Chain:
         """The layers of one group; nothing moves from one of its stages to the next."""
-        layers: list[ChainLayer] = []
-        moves: list[Array] = []
-        nothing = np.zeros((self.tables.num_states, self.tables.num_states))
-        for number, ((start, stop, flight), (before, behind)) in enumerate(zip(stages, around, strict=True)):
-            leaving, coming = lone[number]
-            if flight not in self.chains:
-                self.chains[flight] = self.tables.chain(flight)
-            whole = self.chains[flight]
-            own = list(whole.layers[start:stop])
+        tables, layers, moves = self.tables, list[ChainLayer](), list[Array]()
+        nothing = np.zeros((tables.num_states, tables.num_states))
+        stages = zip(group.stages, group.numbers, group.lone, around, strict=True)
+        for (start, stop, flight), stage, (leaving, coming), (before, behind) in stages:
+            weights = group.weights.of(stage)
+            own = [self._layer(layer, flight, weights) for layer in tables.layers[start:stop]]
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
-            last = self.tables.layers[stop - 1]
-            alone_s = self.tables.num_microbatches * (leaving * last.leave_s + coming * last.return_s)
+            last = tables.layers[stop - 1]
+            alone_s = weights[0] * leaving * last.leave_s + weights[1] * coming * last.return_s
             # What the last layer offloads is fetched while another stage's last layer runs.
             own[-1] = replace(
                 own[-1],
                 time_s=own[-1].time_s + behind[own[-1].state_out] + alone_s,
                 transient_bytes=own[-1].transient_bytes + last.host_bytes,
             )
-            if lean and number:
-                slower = {id(layer): replace(layer, time_s=layer.time_s * (1 + number * lean)) for layer in own}
-                own = [slower[id(layer)] for layer in own]
-            moves += [*([nothing] if layers else []), *whole.moves_s[start : stop - 1]]
+            between = (self._move(transfer, weights) for transfer in tables.transfers[start : stop - 1])
+            moves += [*([nothing] if layers else []), *(nothing if each is None else each for each in between)]
             layers += own
-        return Chain(self.tables.num_states, tuple(layers), tuple(moves), fixed_bytes=fixed_bytes)
+        return Chain(tables.num_states, tuple(layers), tuple(moves), fixed_bytes=fixed_bytes)
 
-    def _end_costs(self, path: tuple[int, ...], start: int, stop: int) -> tuple[Array, Array]:
-        """Seconds of a step by the state before the stage, and behind it, if all other layers stay on the path."""
-        tables, count = self.tables, self.tables.num_microbatches
+    def _layer(self, costs: LayerCosts, flight: Flight, weights: tuple[float, ...]) -> ChainLayer:
+        """A layer of a stage with so many microbatches in flight."""
+        key = id(costs), flight, weights
+        if key not in self.layers:
+            forward, backward, second, once = weights
+            time_s = forward * costs.forward_s + backward * costs.backward_s + second * costs.weight_s
+            self.layers[key] = ChainLayer(
+                time_s + once * costs.step_s, costs.in_flight_bytes(flight), costs.transient_bytes, costs.state_in,
+                costs.state_out,
+            )  # fmt: skip
+        return self.layers[key]
+
+    def _move(self, transfer: Transfer | None, weights: tuple[float, ...]) -> Array | None:
+        """Seconds of a transfer inside of a stage, or to it."""
+        if transfer is None:
+            return None
+        key = id(transfer.forward_s), *weights[:2]
+        if key not in self.moves:
+            self.moves[key] = weights[0] * transfer.forward_s + weights[1] * transfer.backward_s
+        return self.moves[key]
+
+    def _end_costs(self, path: tuple[int, ...], group: _Group, number: int) -> tuple[Array, Array]:
+        """Seconds of a step by the state before a stage of this group, and behind it, if all other layers stay on the
+        path.
+        """
+        tables, stage, (start, stop, _) = self.tables, group.numbers[number], group.stages[number]
         before, behind = np.zeros((2, tables.num_states))
         for transfer in tables.transfers_at(start, stop):
-            seconds = count * (transfer.forward_s + transfer.backward_s)
+            # The reader's stage moves it.
+            seconds = self._move(transfer, group.weights.of(int(group.stage_of[transfer.reader])))
+            assert seconds is not None
             if transfer.reader == start and transfer.producer < start:
                 before += seconds[tables.layers[transfer.producer].state_out[path[transfer.producer]]]
             elif transfer.producer == stop - 1 and transfer.reader >= stop:
                 behind += seconds[:, tables.layers[transfer.reader].state_in[path[transfer.reader]]]
         for send in self._sends_of.get(stop - 1, ()):
             if max(send.readers) >= stop:
-                behind += count * (send.forward_s + send.backward_s)
+                ahead, back = group.weights.sends(stage)
+                behind += ahead * send.forward_s + back * send.backward_s
         return before, behind
 
     @cached_property

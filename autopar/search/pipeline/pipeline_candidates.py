@@ -28,6 +28,7 @@ from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.pipeline.schedule_estimates import Idle, idle_of, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEstimates, largest_first, span_costs
+from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.costs.stage_costs import pipeline_step_s
 
 __all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "ShapeBound", "search_pipelines"]
@@ -81,11 +82,11 @@ class PipelineTables:
         return PipelineTables(self.candidates, own.keep(kept), rows)
 
     def pipeline(
-        self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, lean: float = 0.0
+        self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, weights: StageWeights | None = None
     ) -> PipelineCandidate:
-        """Choose the candidates of all layers; `guide` and `lean` as in `GroupSolver.solve`."""
+        """Choose the candidates of all layers; `guide` and `weights` as in `GroupSolver.solve`."""
         return PipelineCandidate.of(
-            self, cuts, self.solver.solve(cuts, guide, cuts.shape.actions(schedules), lean), schedules
+            self, cuts, self.solver.solve(cuts, guide, cuts.shape.actions(schedules), weights), schedules
         )
 
     def indices_of(self, path: Sequence[int], other: PipelineTables) -> list[int]:
@@ -134,9 +135,22 @@ class PipelineCandidate:
         """Per layer the index of its candidate."""
         return tuple(int(own[index]) for own, index in zip(self.choices.rows, self.rows, strict=True))
 
-    def solved_again(self, choices: PipelineTables, schedules: ScheduleSource, lean: float) -> PipelineCandidate:
-        """The same cuts with other candidates; `lean` as in `GroupSolver.solve`."""
-        return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, lean)
+    def solved_again(
+        self, choices: PipelineTables, schedules: ScheduleSource, weights: StageWeights | None = None
+    ) -> PipelineCandidate:
+        """The same cuts with other candidates; `weights` as in `GroupSolver.solve`."""
+        return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, weights)
+
+    def leaning(self, choices: PipelineTables, schedules: ScheduleSource, lean: float) -> PipelineCandidate:
+        """`solved_again` with stages of a group that count more than those before (`StageWeights.leaning`)."""
+        weights = StageWeights.equal(choices.tables, self.shape).leaning(self.shape, lean)
+        return self.solved_again(choices, schedules, weights)
+
+    def by_longest_chain(self, choices: PipelineTables, schedules: ScheduleSource, share: float) -> PipelineCandidate:
+        """`solved_again` by what is on this pipeline's longest chain (`StageWeights.towards_longest`)."""
+        equal = StageWeights.equal(choices.tables, self.shape)
+        weights = equal.towards_longest(self.shape, self.actions, self.stages, share)
+        return self.solved_again(choices, schedules, weights)
 
     def levelled(self, kind: int, row: int, schedules: ScheduleSource) -> PipelineCandidate:
         """The same cuts with one candidate for all layers whose costs in the candidate set's tables have this id, and
