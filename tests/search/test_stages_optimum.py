@@ -45,7 +45,7 @@ CASES = [
 def test_small_problems_are_solved_nearly_as_by_brute_force(
     shape: Shape, num_layers: int, num_candidates: int, seed: int
 ) -> None:
-    tables = make_tables(seed, num_layers, num_candidates, shape.num_microbatches)
+    tables = make_tables(seed, num_layers, num_candidates, shape.num_microbatches, longest_begin_s=8.0 * seed)
     every = list(every_pipeline(tables, shape))
     best_s, smallest = min(seconds for seconds, _ in every), min(peak for _, peak in every)
     found = search_shapes(tables, shape)
@@ -226,7 +226,7 @@ def test_a_schedule_of_split_backwards_waits_for_whole_ones_if_layers_have_no_ot
 def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(
     shape: Shape, num_layers: int, num_candidates: int
 ) -> None:
-    tables = make_tables(7, num_layers, num_candidates, shape.num_microbatches)
+    tables = make_tables(7, num_layers, num_candidates, shape.num_microbatches, longest_begin_s=3.0)
     every = list(every_pipeline(tables, shape))
     peaks = sorted(peak for _, peak in every)
     actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
@@ -333,21 +333,23 @@ def test_a_pipeline_of_equal_layers_is_found_with_equal_stages(seed: int, num_mi
     assert found.step_s <= fastest_s * (1 + 1e-9)
 
 
+def bare_layer(forward_s: tuple[float, ...], state_in: int, *states_out: int, begin_s: float = 0.0) -> LayerCosts:
+    """Candidates whose backward takes twice as long, and that take no memory; the first begins with something."""
+    count = len(forward_s)
+    one, seconds, nothing = make_tables(0, 1, count, 8).layers[0], np.array(forward_s), np.zeros(count)
+    return replace(
+        one, forward_s=seconds, backward_s=2 * seconds, weight_s=nothing, step_s=nothing, static_bytes=nothing,
+        saved_bytes=nothing, transient_bytes=nothing, split_bytes=nothing, leave_s=nothing, return_s=nothing,
+        begin_s=begin_s * np.eye(count)[0], state_in=np.full(count, state_in), state_out=np.array(states_out),
+    )  # fmt: skip
+
+
 def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
     """By the sum of seconds, the last layer of the first group would bring its result into the form of the next."""
-    one = make_tables(0, 1, 1, 8).layers[0]
-    nothing, none = np.zeros(1), np.zeros(1, dtype=np.intp)
-    columns = {name: nothing for name, column in vars(one).items() if column.dtype == np.float64}
-
-    def layer(forward_s: tuple[float, ...], state_in: int, *states_out: int) -> LayerCosts:
-        seconds, count = np.array(forward_s), len(forward_s)
-        own = {name: np.zeros(count) for name in columns} | {"forward_s": seconds, "backward_s": 2 * seconds}
-        return LayerCosts(**own, state_in=np.full(count, state_in), state_out=np.array(states_out) + none)
-
-    usual, either, last = layer((1.0,), 0, 0), layer((1.0, 1.2), 0, 0, 1), layer((0.3,), 1, 1)
+    usual, either = bare_layer((1.0,), 0, 0), bare_layer((1.0, 1.2), 0, 0, 1)
     moved_s = np.array([[0.0, 0.3], [0.3, 0.0]])
-    tables = CostTables(8, 2, (usual, usual, either, last), (None, None, Transfer(2, 3, moved_s, 2 * moved_s)))
-    shape = Shape("1f1b", 2, 2, 8)
+    layers, move = (usual, usual, either, bare_layer((0.3,), 1, 1)), Transfer(2, 3, moved_s, 2 * moved_s)
+    tables, shape = CostTables(8, 2, layers, (None, None, move)), Shape("1f1b", 2, 2, 8)
     actions = shape.actions(schedule_actions)
     moving_s, not_moving_s = (
         pipeline_step_s(shape, actions, path_stages(tables, shape, (0, 3, 4), (0, 0, row, 0))) for row in range(2)
@@ -378,6 +380,16 @@ def test_candidates_are_chosen_by_the_longest_chain(
     found = search_shapes(replace(tables, limit_bytes=0.7 * free.peak_bytes), shape).best
     assert found is not None
     assert found.step_s <= best_known_s
+
+
+def test_what_groups_begin_with_overlaps_with_the_wait_for_the_first_microbatch() -> None:
+    """To begin with something costs the second group nothing, though it is more than what it saves."""
+    layers = bare_layer((1.2,), 0, 0), bare_layer((1.12, 1.2), 0, 0, 0, begin_s=1.1)
+    tables, shape = CostTables(4, 1, layers, (None,)), Shape("1f1b", 2, 2, 4)
+    found = search_shapes(tables, shape).best
+    assert found is not None
+    assert found.begins_s == (0.0, 1.1)
+    assert found.step_s == min(seconds for seconds, _ in every_pipeline(tables, shape))
 
 
 def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:

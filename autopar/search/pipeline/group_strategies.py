@@ -187,11 +187,11 @@ class GroupSolver:
         """A layer of a stage with so many microbatches in flight."""
         key = id(costs), flight, weights
         if key not in self.layers:
-            forward, backward, second, once = weights
+            forward, backward, second, begin, once = weights
             time_s = forward * costs.forward_s + backward * costs.backward_s + second * costs.weight_s
+            time_s += begin * costs.begin_s + once * costs.step_s
             self.layers[key] = ChainLayer(
-                time_s + once * costs.step_s, costs.in_flight_bytes(flight), costs.transient_bytes, costs.state_in,
-                costs.state_out,
+                time_s, costs.in_flight_bytes(flight), costs.transient_bytes, costs.state_in, costs.state_out
             )  # fmt: skip
         return self.layers[key]
 

@@ -22,7 +22,13 @@ from autopar.plan import Decisions, Stage
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, StageCost
 from autopar.search.chain.candidate_sets import CandidateSet
-from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
+from autopar.search.chain.cost_tables import (
+    CostTables,
+    path_begins_s,
+    path_host_bytes,
+    path_stages,
+    useful_candidates,
+)
 from autopar.search.chain.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
@@ -31,7 +37,7 @@ from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEst
 from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.costs.stage_costs import pipeline_step_s
 
-__all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "ShapeBound", "search_pipelines"]
+__all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "PipelineTables", "ShapeBound", "search_pipelines"]
 
 Indices = npt.NDArray[np.intp]
 
@@ -105,6 +111,7 @@ class PipelineCandidate:
     cuts: PipelineCuts
     rows: tuple[int, ...]
     stages: tuple[StageCost, ...]
+    begins_s: tuple[float, ...]  # of each device group, as of `path_begins_s`
     step_s: float
     host_bytes: float
     actions: ScheduleActions = field(repr=False)
@@ -116,9 +123,10 @@ class PipelineCandidate:
         """What comes of these candidates."""
         actions = cuts.shape.actions(schedules)
         stages = path_stages(choices.tables, cuts.shape, cuts.bounds, rows, actions)
-        step_s = pipeline_step_s(cuts.shape, actions, stages)
+        begins_s = path_begins_s(choices.tables, cuts.shape, cuts.bounds, rows)
+        step_s = pipeline_step_s(cuts.shape, actions, stages, begins_s)
         host_bytes = path_host_bytes(choices.tables, cuts.shape, cuts.bounds, rows, actions)
-        return cls(choices, cuts, rows, stages, step_s, host_bytes, actions)
+        return cls(choices, cuts, rows, stages, tuple(begins_s), step_s, host_bytes, actions)
 
     @property
     def candidates(self) -> CandidateSet:
@@ -140,17 +148,6 @@ class PipelineCandidate:
     ) -> PipelineCandidate:
         """The same cuts with other candidates; `weights` as in `GroupSolver.solve`."""
         return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, weights)
-
-    def leaning(self, choices: PipelineTables, schedules: ScheduleSource, lean: float) -> PipelineCandidate:
-        """`solved_again` with stages of a group that count more than those before (`StageWeights.leaning`)."""
-        weights = StageWeights.equal(choices.tables, self.shape).leaning(self.shape, lean)
-        return self.solved_again(choices, schedules, weights)
-
-    def by_longest_chain(self, choices: PipelineTables, schedules: ScheduleSource, share: float) -> PipelineCandidate:
-        """`solved_again` by what is on this pipeline's longest chain (`StageWeights.towards_longest`)."""
-        equal = StageWeights.equal(choices.tables, self.shape)
-        weights = equal.towards_longest(self.shape, self.actions, self.stages, share)
-        return self.solved_again(choices, schedules, weights)
 
     def levelled(self, kind: int, row: int, schedules: ScheduleSource) -> PipelineCandidate:
         """The same cuts with one candidate for all layers whose costs in the candidate set's tables have this id, and
@@ -181,8 +178,9 @@ class PipelineCandidate:
     @cached_property
     def least_s(self) -> float:
         """Seconds of a step if all is overlapped that may be."""
-        stages = path_stages(self.candidates.least_tables, self.shape, self.cuts.bounds, self.path)
-        return pipeline_step_s(self.shape, self.actions, stages)
+        tables, shape, bounds = self.candidates.least_tables, self.shape, self.cuts.bounds
+        stages = path_stages(tables, shape, bounds, self.path)
+        return pipeline_step_s(shape, self.actions, stages, path_begins_s(tables, shape, bounds, self.path))
 
     @property
     def inner_sizes(self) -> frozenset[int]:

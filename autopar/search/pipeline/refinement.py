@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
+from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.chain.cost_tables import path_columns
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN
 from autopar.search.pipeline.moved_layers import fastest_of_shapes, move_layers
-from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, ShapeBound
+from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, PipelineTables, ShapeBound
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts
+from autopar.search.pipeline.stage_weights import StageWeights
 
 __all__ = ["refine"]
 
@@ -60,7 +62,7 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     for pipeline in sorted(results.candidates, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
-            results.candidates.append(pipeline.leaning(pipeline.choices, results.schedules, lean))
+            results.candidates.append(_leaning(pipeline, pipeline.choices, results.schedules, lean))
     _try_equal_layers(results)
     _shorten_chains(results)
     _try_all_candidates(results)
@@ -102,7 +104,7 @@ def _shorten_chains(results: PipelineResults) -> None:
         pipeline.candidates.context.request.check_time()
         found = pipeline
         for share in _SHARES:
-            found = found.by_longest_chain(pipeline.choices, results.schedules, share)
+            found = _by_longest_chain(found, pipeline.choices, results.schedules, share)
             results.candidates += [found] if results.fits(found) else []
 
 
@@ -110,8 +112,25 @@ def _try_all_candidates(results: PipelineResults) -> None:
     best, schedules = results.best, results.schedules
     if best is not None and best.longest_group <= SHORT_CHAIN:
         choices = best.choices.with_all()
-        results.candidates += [best.leaning(choices, schedules, lean) for lean in (0.0, *_LEANS)]
-        results.candidates.append(best.by_longest_chain(choices, schedules, _SHARES[0]))
+        results.candidates += [_leaning(best, choices, schedules, lean) for lean in (0.0, *_LEANS)]
+        results.candidates.append(_by_longest_chain(best, choices, schedules, _SHARES[0]))
+
+
+def _leaning(
+    pipeline: PipelineCandidate, choices: PipelineTables, schedules: ScheduleSource, lean: float
+) -> PipelineCandidate:
+    """The same cuts with other candidates, as if stages of a group were slower than those before by this share."""
+    weights = StageWeights.equal(choices.tables, pipeline.shape).leaning(pipeline.shape, lean)
+    return pipeline.solved_again(choices, schedules, weights)
+
+
+def _by_longest_chain(
+    pipeline: PipelineCandidate, choices: PipelineTables, schedules: ScheduleSource, share: float
+) -> PipelineCandidate:
+    """The same cuts with other candidates, by what is on the longest chain of this pipeline."""
+    equal, own = StageWeights.equal(choices.tables, pipeline.shape), pipeline
+    weights = equal.towards_longest(own.shape, own.actions, own.stages, own.begins_s, share)
+    return pipeline.solved_again(choices, schedules, weights)
 
 
 def _add_variants(results: PipelineResults) -> None:

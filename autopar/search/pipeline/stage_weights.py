@@ -29,10 +29,12 @@ class StageWeights:
 
     Args:
         counts: ``[stage, cost]``, how often F, B, I, W, SEND_F, SEND_B count.
-        once: ``[stage]``, how often what is done once per step counts.
+        begin: ``[stage]``, how often what its group does before its first action counts.
+        once: ``[stage]``, how often what is done once per step counts, after the last action.
     """
 
     counts: Array
+    begin: Array
     once: Array
 
     @classmethod
@@ -40,31 +42,40 @@ class StageWeights:
         """All microbatches of all stages, less what runs of W while devices would wait (`CostTables.split_gain`)."""
         counts = np.full((shape.num_stages, len(COSTS)), float(shape.num_microbatches))
         counts[:, _I], counts[:, _W] = 0.0, -tables.split_gain * shape.num_microbatches
-        return cls(counts, np.ones(shape.num_stages))
+        return cls(counts, np.ones(shape.num_stages), np.ones(shape.num_stages))
 
     def leaning(self, shape: Shape, lean: float) -> StageWeights:
         """Each stage of a group counts more than the one before it, by the share `lean`."""
         groups = shape.groups
         numbers = np.array([groups[:stage].count(group) for stage, group in enumerate(groups)])
-        return StageWeights(self.counts * (1 + lean * numbers)[:, None], self.once * (1 + lean * numbers))
+        times = 1 + lean * numbers
+        return StageWeights(self.counts * times[:, None], self.begin * times, self.once * times)
 
     def towards_longest(
-        self, shape: Shape, actions: ScheduleActions, stages: tuple[StageCost, ...], share: float
+        self,
+        shape: Shape,
+        actions: ScheduleActions,
+        stages: tuple[StageCost, ...],
+        begins_s: tuple[float, ...],
+        share: float,
     ) -> StageWeights:
-        """With so large a part for the longest chain of these stages."""
-        chains, owner = schedule_paths(actions, shape.num_stages), np.array(shape.groups)
-        once_s = np.bincount(owner, [stage.step_s for stage in stages])
+        """With so large a part for the longest chain of these stages; `begins_s` as for `pipeline_step_s`."""
+        chains, owner, begin_s = schedule_paths(actions, shape.num_stages), np.array(shape.groups), np.array(begins_s)
+        once_s = np.bincount(owner, [stage.step_s for stage in stages]) - begin_s
         chain_s = np.einsum("psk,sk->p", chains.counts, np.array([seconds_of(stage) for stage in stages]))
-        longest = int((chain_s + once_s[chains.group]).argmax())
+        longest = int((chain_s + begin_s[chains.begins] + once_s[chains.group]).argmax())
         return StageWeights(
             (1 - share) * self.counts + share * chains.counts[longest],
+            (1 - share) * self.begin + share * (owner == chains.begins[longest]),
             (1 - share) * self.once + share * (owner == chains.group[longest]),
         )
 
-    def of(self, stage: int) -> tuple[float, float, float, float]:
-        """How often a forward, a whole backward, its second part, and what is done once, count in this stage."""
+    def of(self, stage: int) -> tuple[float, float, float, float, float]:
+        """How often a forward, a whole backward, its second part, and what is done before the first and after the last
+        action, count in this stage.
+        """
         forward, backward, inputs, weights = self.counts[stage, [_F, _B, _I, _W]].tolist()
-        return forward, backward + inputs, weights - inputs, float(self.once[stage])
+        return forward, backward + inputs, weights - inputs, float(self.begin[stage]), float(self.once[stage])
 
     def sends(self, stage: int) -> tuple[float, float]:
         """How often what this stage sends to the next one counts, and the gradients that it gets back."""
