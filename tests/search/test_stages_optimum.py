@@ -344,6 +344,27 @@ def bare_layer(forward_s: tuple[float, ...], state_in: int, *states_out: int, be
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [Shape("1f1b", 2, 2, 4), Shape("interleaved_1f1b", 2, 4, 4)], ids=str)
+def test_no_pipeline_that_fits_on_hosts_is_faster_than_the_relaxed_one(shape: Shape) -> None:
+    tables = make_tables(7, 6, 2, shape.num_microbatches)
+    layers = tuple(replace(each, host_bytes=each.saved_bytes * (0.5, 0.0)) for each in tables.layers)
+    layers = tuple(replace(each, forward_s=each.forward_s * (1.0, 3.0)) for each in layers)
+    tables, actions = replace(tables, layers=layers), shape.actions(schedule_actions)
+    every: list[tuple[float, float]] = []
+    for cuts in itertools.combinations(range(1, 6), shape.num_stages - 1):
+        for path in itertools.product(range(2), repeat=6):
+            stages = path_stages(tables, shape, (0, *cuts, 6), path, actions)
+            host_bytes = path_host_bytes(tables, shape, (0, *cuts, 6), path, actions)
+            every.append((pipeline_step_s(shape, actions, stages), host_bytes))
+    endless_s = max(relaxed_bounds(tables, shape, actions, 1e9))
+    for limit_bytes in (0.0, max(size for _, size in every) / 2):
+        best_s = min(seconds for seconds, size in every if size <= limit_bytes)
+        limited = replace(tables, host_limit_bytes=limit_bytes)
+        bound_s = max(max(relaxed_bounds(limited, shape, actions, hoped * best_s)) for hoped in (0.5, 1.0, 3.0))
+        assert bound_s <= best_s * (1 + 1e-9)
+        assert limit_bytes or bound_s > 1.05 * endless_s
+
+
 def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
     """By the sum of seconds, the last layer of the first group would bring its result into the form of the next."""
     usual, either = bare_layer((1.0,), 0, 0), bare_layer((1.0, 1.2), 0, 0, 1)
@@ -363,21 +384,24 @@ def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
 @pytest.mark.parametrize(
     ("shape", "seed", "num_layers", "best_known_s"),
     [
-        (Shape("zbv", 4, 8, 8), 5, 14, 106.88), (Shape("zbv", 4, 8, 8), 1, 14, 69.59),
-        (Shape("1f1b", 4, 4, 8), 0, 12, 81.59), (Shape("interleaved_1f1b", 4, 8, 8), 5, 16, 128.53),
+        (Shape("zbv", 4, 8, 8), 5, 14, 104.71), (Shape("1f1b", 4, 4, 8), 0, 12, 81.59),
+        (Shape("interleaved_1f1b", 4, 8, 8), 5, 16, 120.81), (Shape("interleaved_1f1b", 4, 16, 8), 3, 16, 105.2),
     ],
     ids=str,
 )  # fmt: skip
-def test_candidates_are_chosen_by_the_longest_chain(
+def test_groups_use_their_memory_and_the_longest_chain_decides(
     shape: Shape, seed: int, num_layers: int, best_known_s: float
 ) -> None:
-    """By the sum of each group's seconds these take 1.3 to 3.2 % longer."""
+    """By the sum of each group's seconds, and if all stages of a group held their most microbatches at the same time,
+    these take 2 to 8 % longer.
+    """
     tables = make_tables(seed, num_layers, 6, shape.num_microbatches)
     first, usual, *_, last = tables.layers
     tables = replace(tables, layers=(first, *(usual,) * (num_layers - 2), last), skips=(), tied=())
     free = search_shapes(tables, shape).best
     assert free is not None
-    found = search_shapes(replace(tables, limit_bytes=0.7 * free.peak_bytes), shape).best
+    share = 0.7 if shape.num_stages < 16 else 0.8
+    found = search_shapes(replace(tables, limit_bytes=share * free.peak_bytes), shape).best
     assert found is not None
     assert found.step_s <= best_known_s
 

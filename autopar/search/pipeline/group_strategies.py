@@ -1,8 +1,10 @@
 """The candidates of every layer once it is known where to cut: a chain of the stages of each device group.
 
 The stages of one group share its memory, so their layers make one chain, each with its stage's microbatches in flight.
-Transfers between stages of different groups are priced by the neighbors' states on a guiding path.  How much the
-seconds of each stage count is the caller's choice (`StageWeights`).
+Stages do not hold the most microbatches at the same time, so each is counted with the share of its most that makes the
+group's total right if all are equal, and the sum is checked with the schedule's own list.  Transfers between stages of
+different groups are priced by the neighbors' states on a guiding path.  How much the seconds of each stage count is the
+caller's choice (`StageWeights`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules import Flight
-from autopar.schedules.action_lists import ScheduleActions
-from autopar.search.chain.chain_dp import Chain, ChainLayer
+from autopar.schedules.action_lists import Action, ScheduleActions, peak_in_flight
+from autopar.search.chain.chain_dp import Chain, ChainLayer, path_costs
 from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend, Transfer
 from autopar.search.chain.lagrangian import fastest_path, fastest_paths
 from autopar.search.chain.limited_paths import limited_path
+from autopar.search.pipeline.schedule_estimates import held_shares
 from autopar.search.pipeline.stage_cuts import PipelineCuts
 from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.simulation.actions import lone_copies
@@ -55,6 +58,24 @@ class _Group:
     limit_bytes: float
     weights: StageWeights
     stage_of: Indices  # of each layer of the pipeline
+    actions: tuple[Action, ...]
+    held_share: float  # as of `held_shares`
+
+    @property
+    def layers(self) -> list[int]:
+        """Of all stages."""
+        return [layer for start, stop, _ in self.stages for layer in range(start, stop)]
+
+    def most_held(self, saved: Sequence[float], split: Sequence[float]) -> float:
+        """The most that it keeps of microbatches in flight, if one of each layer keeps so much, and so much more
+        between the parts of its backward.
+        """
+        by_stage = np.zeros((2, len(self.weights.once)))
+        for layer, *sizes in zip(self.layers, saved, split, strict=True):
+            by_stage[:, self.stage_of[layer]] += sizes
+        saved_bytes, split_bytes = by_stage.tolist()
+        until_weights = tuple(map(sum, zip(saved_bytes, split_bytes, strict=True)))
+        return peak_in_flight((self.actions,), tuple(saved_bytes), until_weights)[0]
 
 
 @dataclass(eq=False)
@@ -62,7 +83,9 @@ class GroupSolver:
     """Solves the device groups; what was solved before is known."""
 
     tables: CostTables
-    known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
+    known: dict[tuple[object, ...], tuple[tuple[int, ...], float]] = field(
+        default_factory=dict[tuple[object, ...], "tuple[tuple[int, ...], float]"]
+    )
     layers: dict[tuple[object, ...], ChainLayer] = field(default_factory=dict[tuple[object, ...], ChainLayer])
     moves: dict[tuple[object, ...], Array] = field(default_factory=dict[tuple[object, ...], Array])
 
@@ -73,27 +96,34 @@ class GroupSolver:
         actions: ScheduleActions,
         weights: StageWeights | None = None,
         limits_bytes: Mapping[int, float] | None = None,
+        *,
+        counts_together: bool = True,
     ) -> tuple[int, ...]:
         """The candidate of every layer; where nothing fits, those that take the least memory.
 
         Without `weights`, those of `StageWeights.equal`.  The limits are those of groups that have another one than the
-        tables'.
+        tables'.  Unless `counts_together`, all stages of a group are taken to hold their most at the same time.
         """
         path, owner = tuple(guide), cuts.shape.groups
         alone = lone_copies(actions, cuts.shape.num_stages)
         stage_of = np.searchsorted(cuts.bounds, np.arange(len(path)), side="right") - 1
         weights = weights or StageWeights.equal(self.tables, cuts.shape)
+        shares = held_shares(cuts.shape, actions) if counts_together else (1.0,) * cuts.shape.num_groups
         groups: list[_Group] = []
         for group in range(cuts.shape.num_groups):
             numbers = tuple(stage for stage, own in enumerate(owner) if own == group)
             lone = tuple(alone[stage] for stage in numbers)
             limit_bytes = (limits_bytes or {}).get(group, self.tables.limit_bytes)
-            groups.append(_Group(numbers, cuts.stages_of(group), lone, limit_bytes, weights, stage_of))
+            groups.append(
+                _Group(
+                    numbers, cuts.stages_of(group), lone, limit_bytes, weights, stage_of, actions[group],
+                    shares[group],
+                )
+            )  # fmt: skip
         for _ in range(_ROUNDS):
             solved = list(path)
             for group in groups:
-                layers = [layer for start, stop, _ in group.stages for layer in range(start, stop)]
-                for layer, candidate in zip(layers, self._solve_group(group, path), strict=True):
+                for layer, candidate in zip(group.layers, self._solve_group(group, path), strict=True):
                     solved[layer] = candidate
             if tuple(solved) == path:
                 break
@@ -101,15 +131,48 @@ class GroupSolver:
         return path
 
     def _solve_group(self, group: _Group, path: tuple[int, ...]) -> tuple[int, ...]:
+        if all(len(self.tables.layers[layer].state_in) == 1 for layer in group.layers):
+            return (0,) * len(group.layers)
+        chosen, _ = self._solve_within(group, path, group.limit_bytes, group.held_share)
+        excess_bytes = self._excess_bytes(group, path, chosen)
+        if excess_bytes <= 0 or group.held_share == 1:
+            return chosen
+        # Unequal stages: with less for all, or as if all held their most at the same time.
+        smaller, smaller_s = self._solve_within(group, path, group.limit_bytes - excess_bytes, group.held_share)
+        apart, apart_s = self._solve_within(group, path, group.limit_bytes, 1.0)
+        is_fitting = self._excess_bytes(group, path, smaller) <= 0
+        if is_fitting and self._excess_bytes(group, path, apart) > 0:
+            return smaller
+        return smaller if is_fitting and smaller_s < apart_s else apart
+
+    def _excess_bytes(self, group: _Group, path: tuple[int, ...], chosen: tuple[int, ...]) -> float:
+        """By how much these candidates of a group are above its limit, as far as that is known; 0 if they are not."""
+        layers = [self.tables.layers[layer] for layer in group.layers]
+        rows = list(zip(layers, chosen, strict=True))
+        always = self._fixed_bytes(group.stages, path) + sum(float(layer.static_bytes[row]) for layer, row in rows)
+        lasts = {stop - 1 for _, stop, _ in group.stages}  # what they offload is fetched while others run
+        always += max(
+            float(layer.transient_bytes[row] + (number in lasts) * layer.host_bytes[row])
+            for number, (layer, row) in zip(group.layers, rows, strict=True)
+        )
+        saved, split = (
+            [float(getattr(layer, name)[row]) for layer, row in rows] for name in ("saved_bytes", "split_bytes")
+        )
+        return max(0.0, always + group.most_held(saved, split) - group.limit_bytes)
+
+    def _solve_within(
+        self, group: _Group, path: tuple[int, ...], limit_bytes: float, held_share: float
+    ) -> tuple[tuple[int, ...], float]:
+        """The candidates of a group within a limit, if such a share of its microbatches is in flight at once, and their
+        seconds.
+        """
         stages = group.stages
-        own = [self.tables.layers[layer] for start, stop, _ in stages for layer in range(start, stop)]
-        if all(len(layer.state_in) == 1 for layer in own):
-            return (0,) * len(own)
         around = [self._end_costs(path, group, number) for number in range(len(stages))]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
             fixed_bytes,
-            group.limit_bytes,
+            limit_bytes,
+            held_share,
             group.lone,
             *map(group.weights.of, group.numbers),
             *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
@@ -117,21 +180,24 @@ class GroupSolver:
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            chain = self._chain(group, around, fixed_bytes)
-            self.known[key] = self._solve_on_host(stages, chain, group.limit_bytes)
+            chain = self._chain(group, around, fixed_bytes, held_share)
+            chosen = self._solve_on_host(group, chain, limit_bytes, held_share)
+            self.known[key] = chosen, float(path_costs(chain, np.array([chosen]))[0, 0])
         return self.known[key]
 
-    def _solve_on_host(self, stages: Stages, chain: Chain, device_bytes: float) -> tuple[int, ...]:
+    def _solve_on_host(self, group: _Group, chain: Chain, device_bytes: float, held_share: float) -> tuple[int, ...]:
         """The candidates of one group; if they offload more than the host has room for, those at the least price of
         its memory, in seconds per byte, at which they don't.
         """
-        costs = [(self.tables.layers[layer], flight.in_flight) for start, stop, flight in stages
+        costs = [(self.tables.layers[layer], held_share * flight.in_flight) for start, stop, flight in group.stages
                  for layer in range(start, stop)]  # fmt: skip
         limit_bytes = self.tables.host_limit_bytes
 
         def fits(path: tuple[int, ...]) -> bool:
-            taken = (count * float(layer.host_bytes[row]) for (layer, count), row in zip(costs, path, strict=True))
-            return sum(taken) <= limit_bytes
+            sizes = [float(layer.host_bytes[row]) for (layer, _), row in zip(costs, path, strict=True)]
+            if sum(count * size for (_, count), size in zip(costs, sizes, strict=True)) <= held_share * limit_bytes:
+                return True  # even if all hold their most at the same time
+            return group.most_held(sizes, [0.0] * len(sizes)) <= limit_bytes
 
         best = self._solve_chain(chain, device_bytes)
         if fits(best):
@@ -161,14 +227,14 @@ class GroupSolver:
             limited = pool.paths[pool.smallest() if best < 0 else best]
         return tuple(limited.tolist())
 
-    def _chain(self, group: _Group, around: list[tuple[Array, Array]], fixed_bytes: float) -> Chain:
+    def _chain(self, group: _Group, around: list[tuple[Array, Array]], fixed_bytes: float, held_share: float) -> Chain:
         """The layers of one group; nothing moves from one of its stages to the next."""
         tables, layers, moves = self.tables, list[ChainLayer](), list[Array]()
         nothing = np.zeros((tables.num_states, tables.num_states))
         stages = zip(group.stages, group.numbers, group.lone, around, strict=True)
         for (start, stop, flight), stage, (leaving, coming), (before, behind) in stages:
             weights = group.weights.of(stage)
-            own = [self._layer(layer, flight, weights) for layer in tables.layers[start:stop]]
+            own = [self._layer(layer, flight, held_share, weights) for layer in tables.layers[start:stop]]
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
             last = tables.layers[stop - 1]
             alone_s = weights[0] * leaving * last.leave_s + weights[1] * coming * last.return_s
@@ -183,15 +249,16 @@ class GroupSolver:
             layers += own
         return Chain(tables.num_states, tuple(layers), tuple(moves), fixed_bytes=fixed_bytes)
 
-    def _layer(self, costs: LayerCosts, flight: Flight, weights: tuple[float, ...]) -> ChainLayer:
-        """A layer of a stage with so many microbatches in flight."""
-        key = id(costs), flight, weights
+    def _layer(self, costs: LayerCosts, flight: Flight, held_share: float, weights: tuple[float, ...]) -> ChainLayer:
+        """A layer of a stage with such a share of so many microbatches in flight."""
+        key = id(costs), flight, held_share, weights
         if key not in self.layers:
             forward, backward, second, begin, once = weights
             time_s = forward * costs.forward_s + backward * costs.backward_s + second * costs.weight_s
             time_s += begin * costs.begin_s + once * costs.step_s
+            held_bytes = costs.static_bytes + held_share * (costs.in_flight_bytes(flight) - costs.static_bytes)
             self.layers[key] = ChainLayer(
-                time_s, costs.in_flight_bytes(flight), costs.transient_bytes, costs.state_in, costs.state_out
+                time_s, held_bytes, costs.transient_bytes, costs.state_in, costs.state_out
             )  # fmt: skip
         return self.layers[key]
 
@@ -251,7 +318,7 @@ class GroupSolver:
         return size
 
 
-def _with_host_price(chain: Chain, costs: Sequence[tuple[LayerCosts, int]], price_s_per_byte: float) -> Chain:
+def _with_host_price(chain: Chain, costs: Sequence[tuple[LayerCosts, float]], price_s_per_byte: float) -> Chain:
     """The chain with seconds for what each candidate offloads, with so many microbatches in flight."""
     prices = price_s_per_byte * np.linspace(1, _TILT, len(costs))
     triples = zip(chain.layers, costs, prices.tolist(), strict=True)

@@ -21,18 +21,13 @@ import numpy.typing as npt
 from autopar.plan import Decisions, Stage
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, StageCost
+from autopar.search.chain import cost_tables
 from autopar.search.chain.candidate_sets import CandidateSet
-from autopar.search.chain.cost_tables import (
-    CostTables,
-    path_begins_s,
-    path_host_bytes,
-    path_stages,
-    useful_candidates,
-)
+from autopar.search.chain.cost_tables import CostTables, path_begins_s, path_host_bytes, path_stages
 from autopar.search.chain.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
-from autopar.search.pipeline.schedule_estimates import Idle, idle_of, is_small
+from autopar.search.pipeline.schedule_estimates import Idle, held_shares, idle_of, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEstimates, largest_first, span_costs
 from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.costs.stage_costs import pipeline_step_s
@@ -359,7 +354,7 @@ def _look(
         cuts = (0, *demanded_cuts, len(tables.layers))
         solved = [_solve(guided, idle, PipelineCuts(shape, cuts), results) for shape in idle]
         return min((each.step_s for each in solved if results.fits(each)), default=math.inf), True
-    best_s, estimates = math.inf, list(_stage_estimates(guided, idle))
+    best_s, estimates = math.inf, list(_stage_estimates(guided, idle, results.schedules))
     is_short = any(each.is_short_of_memory for each in estimates)
     ranked = sorted(((each.ways_to_cut(), each) for each in estimates), key=lambda pair: pair[0][0][0])
     for seen, (ways, own) in enumerate(ranked):
@@ -409,7 +404,7 @@ def _guided_tables(candidates: CandidateSet, whole: CostTables, idle: Mapping[Sh
     is_host_short = _is_host_short(whole, shapes, paths)
     if is_host_short:
         paths = np.concatenate([paths, _guide_paths(_without_offloads(whole), shapes)])
-    tables, rows = useful_candidates(whole, paths, flights, gains, is_host_short=is_host_short)
+    tables, rows = cost_tables.useful_candidates(whole, paths, flights, gains, is_host_short=is_host_short)
     guided: _Guided = {}
     for gain, paths in by_gain.items():
         guides = np.stack([np.searchsorted(own, paths[:, layer]) for layer, own in enumerate(rows)], axis=1)
@@ -451,14 +446,17 @@ def _is_host_short(tables: CostTables, shapes: Sequence[Shape], paths: Indices) 
     return _UNEVEN * max(loads) * whole_bytes > tables.host_limit_bytes
 
 
-def _stage_estimates(guided: _Guided, idle: Mapping[Shape, Idle]) -> Iterator[StageEstimates]:
+def _stage_estimates(
+    guided: _Guided, idle: Mapping[Shape, Idle], schedules: ScheduleSource
+) -> Iterator[StageEstimates]:
     """For each shape how long its stages seem to take."""
     spans: dict[tuple[float, int], SpanCosts] = {}
     for shape, (fill_share, gain) in idle.items():
         choices, guides = guided[gain]
         if (gain, shape.num_stages) not in spans:
             spans[gain, shape.num_stages] = span_costs(choices.tables, guides, shape.num_stages)
-        yield StageEstimates.of(choices.tables, spans[gain, shape.num_stages], shape, fill_share)
+        held_share = max(held_shares(shape, shape.actions(schedules)))
+        yield StageEstimates.of(choices.tables, spans[gain, shape.num_stages], shape, fill_share, held_share)
 
 
 def _guide_paths(tables: CostTables, shapes: list[Shape]) -> Indices:

@@ -61,6 +61,7 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     move_layers(results)
     for pipeline in sorted(results.candidates, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
+        results.candidates.append(_counted_apart(pipeline, results.schedules))
         for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
             results.candidates.append(_leaning(pipeline, pipeline.choices, results.schedules, lean))
     _try_equal_layers(results)
@@ -91,6 +92,7 @@ def _try_equal_layers(results: PipelineResults) -> None:
         for row in itertools.islice(rows, _LEVELS):
             if used[row] < len(places):
                 levelled = pipeline.levelled(kind, row, results.schedules)
+                levelled = levelled if results.fits(levelled) else _counted_apart(levelled, results.schedules)
                 results.candidates += [levelled] if results.fits(levelled) else []
 
 
@@ -114,6 +116,13 @@ def _try_all_candidates(results: PipelineResults) -> None:
         choices = best.choices.with_all()
         results.candidates += [_leaning(best, choices, schedules, lean) for lean in (0.0, *_LEANS)]
         results.candidates.append(_by_longest_chain(best, choices, schedules, _SHARES[0]))
+
+
+def _counted_apart(pipeline: PipelineCandidate, schedules: ScheduleSource) -> PipelineCandidate:
+    """The same cuts with the candidates that fit if all stages of a group hold their most at the same time."""
+    solver, actions = pipeline.choices.solver, pipeline.actions
+    rows = solver.solve(pipeline.cuts, pipeline.rows, actions, counts_together=False)
+    return PipelineCandidate.of(pipeline.choices, pipeline.cuts, rows, schedules)
 
 
 def _leaning(

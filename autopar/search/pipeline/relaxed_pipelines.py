@@ -231,7 +231,7 @@ class _Problem:
                 + self.in_flight[:, :, 1:] * split
             )
             own = np.where(self.is_of_group[:, :, None], group_bytes, 0.0)
-            hosts_bytes = (self.on_hosts[:, :, None] * on_host).reshape(len(self.on_hosts), -1)
+            hosts_bytes = (self.on_hosts[:, :, None] * on_host).reshape(-1, takes.shape[1])
             takes = np.concatenate([takes, own.reshape(len(own), takes.shape[1]), hosts_bytes])
             left = self.limits_bytes.copy()
             left[: len(own)] -= self.is_of_group[:, [0, -1]] @ fixed_bytes
@@ -249,8 +249,8 @@ class _Problem:
 
     def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
         """Of the most frequent layer the candidates that are the best at some price of memory: ``[candidate, cost]``,
-        seconds once per step, static, transient, saved, split bytes, those on the host.  What moves from such a layer to one like it is
-        included.
+        seconds once per step, static, transient, saved, split bytes, those on the host.  What moves from such a layer
+        to one like it is included.
         """
         tables, costs = self.tables, self._most_frequent()
         pairs = zip(tables.transfers, itertools.pairwise(tables.layers), strict=True)
