@@ -17,7 +17,7 @@ import numpy.typing as npt
 from autopar.schedules.action_lists import COMPUTE, COSTS, REACH, ScheduleActions, StageCost, seconds_of, wire
 from autopar.schedules.packing import pack
 
-__all__ = ["SchedulePaths", "host_moments", "moments", "schedule_paths"]
+__all__ = ["SchedulePaths", "moments", "schedule_paths"]
 
 Array = npt.NDArray[np.float64]
 
@@ -123,34 +123,6 @@ def moments(actions: ScheduleActions, num_stages: int) -> Array:
                     most[key], best[key] = total, now.copy()
         results.update({moment.tobytes(): moment for moment in best.values()})
     return np.stack(list(results.values()))
-
-
-@lru_cache(maxsize=64)
-def host_moments(actions: ScheduleActions, num_stages: int) -> Array:
-    """For each device group, a moment at which the most microbatches are between forward and backward, without those
-    whose saved tensors may still be on their way to the host's memory.
-
-    That is the end of a forward: a copy overlaps with one action, so what was computed before this forward, and before
-    a forward directly before it, has arrived.
-
-    Returns ``[group, stage]``: how many microbatches of each stage.
-    """
-    most = np.zeros((len(actions), num_stages))
-    for group, group_actions in enumerate(actions):
-        now, arrived, was_forward = np.zeros(num_stages), np.zeros(num_stages), False
-        for stage, kind, _ in group_actions:
-            if kind not in _CHANGES:
-                continue
-            if kind == "F":
-                arrived = arrived if was_forward else now.copy()
-                if arrived.sum() > most[group].sum():
-                    most[group] = arrived
-                arrived, was_forward = now.copy(), True
-                now[stage] += 1
-            else:
-                now[stage] -= kind in ("B", "I")
-                was_forward = False
-    return most
 
 
 def _build_graph(actions: ScheduleActions) -> _DependencyGraph:

@@ -344,27 +344,6 @@ def bare_layer(forward_s: tuple[float, ...], state_in: int, *states_out: int, be
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [Shape("1f1b", 2, 2, 4), Shape("interleaved_1f1b", 2, 4, 4)], ids=str)
-def test_no_pipeline_that_fits_on_hosts_is_faster_than_the_relaxed_one(shape: Shape) -> None:
-    tables = make_tables(7, 6, 2, shape.num_microbatches)
-    layers = tuple(replace(each, host_bytes=each.saved_bytes * (0.5, 0.0)) for each in tables.layers)
-    layers = tuple(replace(each, forward_s=each.forward_s * (1.0, 3.0)) for each in layers)
-    tables, actions = replace(tables, layers=layers), shape.actions(schedule_actions)
-    every: list[tuple[float, float]] = []
-    for cuts in itertools.combinations(range(1, 6), shape.num_stages - 1):
-        for path in itertools.product(range(2), repeat=6):
-            stages = path_stages(tables, shape, (0, *cuts, 6), path, actions)
-            host_bytes = path_host_bytes(tables, shape, (0, *cuts, 6), path, actions)
-            every.append((pipeline_step_s(shape, actions, stages), host_bytes))
-    endless_s = max(relaxed_bounds(tables, shape, actions, 1e9))
-    for limit_bytes in (0.0, max(size for _, size in every) / 2):
-        best_s = min(seconds for seconds, size in every if size <= limit_bytes)
-        limited = replace(tables, host_limit_bytes=limit_bytes)
-        bound_s = max(max(relaxed_bounds(limited, shape, actions, hoped * best_s)) for hoped in (0.5, 1.0, 3.0))
-        assert bound_s <= best_s * (1 + 1e-9)
-        assert limit_bytes or bound_s > 1.05 * endless_s
-
-
 def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
     """By the sum of seconds, the last layer of the first group would bring its result into the form of the next."""
     usual, either = bare_layer((1.0,), 0, 0), bare_layer((1.0, 1.2), 0, 0, 1)

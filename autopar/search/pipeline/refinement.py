@@ -42,7 +42,7 @@ _LEVELLED = 2  # of the fastest shapes, so many are tried with equal layers
 # Candidates that all of these may have, those in use first: 0.05 to 0.1 s each.  Of 56 made-up pipelines of
 # equal layers, each in stages of its own, 22 are faster for it, by up to 5 %.
 _LEVELS = 6
-_SHORTENED = 2  # of the fastest shapes, so many are tried with the seconds of their longest chains
+_SHORTENED = 1  # of the fastest shapes, so many are tried with the seconds of their longest chains
 # How much of what counts is their longest chain.  405B on 512 devices: 22.32 s before, 22.10 with 0.8, 22.11 with 0.9,
 # and nothing gained with 0.5 and 0.75.
 _SHARES = (0.8, 0.9)

@@ -1,9 +1,8 @@
 """A lower bound on the step of all pipelines of a shape that fit, wherever they are cut and whatever they run.
 
 A step takes at least as long as every chain of actions that wait for each other (`autopar.schedules.critical_paths`),
-and what a device group holds at any moment, on its devices and in the memory of their hosts, is within the limits.
-With shares ``a`` of the chains (they sum to 1) and seconds ``m`` for the whole memory of each group, no pipeline that
-fits takes less than::
+and what a device group holds at any moment is within the limit.  With shares ``a`` of the chains (they sum to 1) and
+seconds ``m`` for the whole memory of each group, no pipeline that fits takes less than::
 
     sum over chains   a * seconds of the chain   +   sum over groups   m * (bytes held / limit - 1)
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import COSTS, ScheduleActions
-from autopar.schedules.critical_paths import host_moments, moments, schedule_paths
+from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.chain.cost_tables import CostTables, LayerCosts
 from autopar.search.pipeline.bound_multipliers import MultiplierSearch
@@ -77,7 +76,7 @@ def relaxed_bounds(
     search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
     search.improves(problem.first(enough_s))
     # Where all layers are not like one, prices of memory by that one may be far too high.
-    if search.is_open and len(problem.limits_bytes):
+    if search.is_open and math.isfinite(tables.limit_bytes):
         search.improves(problem.first(enough_s, limited=False))
     yield search.best_s
     # Shares for about the seconds that can be had.
@@ -120,10 +119,7 @@ class _Class:
 
 @dataclass(eq=False)
 class _Problem:
-    """One shape's relaxation; `counts` has the chains, ``[chain, stage, cost]``.
-
-    `limits_bytes` are those of the moments of `in_flight` and, behind them, of `on_hosts`: none if there is no limit.
-    """
+    """One shape's relaxation; `counts` has the chains, ``[chain, stage, cost]``."""
 
     tables: CostTables
     shape: Shape
@@ -131,9 +127,7 @@ class _Problem:
     chain_group: Indices
     chain_begins: Indices  # the group on which a chain begins
     in_flight: Array  # [moment, stage, 2]: microbatches in flight, and between the parts of a backward, of one group
-    on_hosts: Array  # [moment, stage]: microbatches that are in the hosts' memory if they are offloaded, of one group
-    limits_bytes: Array
-    is_of_group: npt.NDArray[np.bool_]  # [moment of `in_flight`, stage]: of this group
+    is_of_group: npt.NDArray[np.bool_]  # [moment, stage]: of this group
     most_layers: int
     cuts: tuple[int, ...]
     owner: Indices  # [stage]
@@ -149,10 +143,6 @@ class _Problem:
     ) -> _Problem:
         chains = schedule_paths(actions, shape.num_stages)
         owner, in_flight = np.array(shape.groups, dtype=np.intp), moments(actions, shape.num_stages)
-        in_flight = in_flight if math.isfinite(tables.limit_bytes) else in_flight[:0]
-        is_limited = math.isfinite(tables.host_limit_bytes) and any(each.host_bytes.any() for each in tables.layers)
-        on_hosts = host_moments(actions, shape.num_stages)[: None if is_limited else 0]
-        limits = np.repeat([tables.limit_bytes, max(tables.host_limit_bytes, 1.0)], [len(in_flight), len(on_hosts)])
         groups = owner[in_flight.sum(axis=2).argmax(axis=1)]
         problem = cls(
             tables,
@@ -161,8 +151,6 @@ class _Problem:
             chains.group,
             chains.begins,
             in_flight,
-            on_hosts,
-            limits,
             owner == groups[:, None],
             most_layers,
             tuple(cuts),
@@ -215,14 +203,14 @@ class _Problem:
         worth is what is sought.
         """
         tables, ends = self.tables, self.owner[[0, -1]]
-        seconds, once_s, static, transient, saved, split, on_host = self._usual_layers()
+        seconds, once_s, static, transient, saved, split = self._usual_layers()
         chain_s = np.einsum("psk,ck->psc", self.counts, seconds)
         chain_s += (self.owner[None, :] == self.chain_group[:, None])[:, :, None] * once_s
         takes = chain_s.reshape(len(chain_s), -1)
         fixed_s, fixed_once_s, fixed_bytes = self._fixed_layers()
         limits = step_s - tables.broadcast_s - np.einsum("psk,sk->p", self.counts[:, [0, -1]], fixed_s)
         limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
-        if limited and len(self.limits_bytes):
+        if limited and math.isfinite(tables.limit_bytes):
             shares = self.classes[id(self._most_frequent())].transient_shares
             group_bytes = (
                 static
@@ -231,26 +219,24 @@ class _Problem:
                 + self.in_flight[:, :, 1:] * split
             )
             own = np.where(self.is_of_group[:, :, None], group_bytes, 0.0)
-            hosts_bytes = (self.on_hosts[:, :, None] * on_host).reshape(-1, takes.shape[1])
-            takes = np.concatenate([takes, own.reshape(len(own), takes.shape[1]), hosts_bytes])
-            left = self.limits_bytes.copy()
-            left[: len(own)] -= self.is_of_group[:, [0, -1]] @ fixed_bytes
-            limits = np.concatenate([limits, np.maximum(left, _LITTLE * self.limits_bytes)])
+            takes = np.concatenate([takes, own.reshape(len(own), -1)])
+            left = tables.limit_bytes - self.is_of_group[:, [0, -1]] @ fixed_bytes
+            limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
         limits[: len(chain_s)] = np.maximum(limits[: len(chain_s)], _LITTLE * step_s)
         gains = pack(takes, limits)[1]
         chains, memory = gains[: len(chain_s)], gains[len(chain_s) :]
         if not chains.sum() > 0:
-            return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.limits_bytes))
-        memory_s = memory * self.limits_bytes / chains.sum() if len(memory) else np.zeros(len(self.limits_bytes))
+            return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.in_flight))
+        memory_s = memory * tables.limit_bytes / chains.sum() if len(memory) else np.zeros(len(self.in_flight))
         return chains / chains.sum(), memory_s
 
     def _most_frequent(self) -> LayerCosts:
         return Counter(self.tables.layers).most_common(1)[0][0]
 
-    def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+    def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array, Array]:
         """Of the most frequent layer the candidates that are the best at some price of memory: ``[candidate, cost]``,
-        seconds once per step, static, transient, saved, split bytes, those on the host.  What moves from such a layer
-        to one like it is included.
+        seconds once per step, static, transient, saved, split bytes.  What moves from such a layer to one like it is
+        included.
         """
         tables, costs = self.tables, self._most_frequent()
         pairs = zip(tables.transfers, itertools.pairwise(tables.layers), strict=True)
@@ -262,11 +248,8 @@ class _Problem:
         always = static + costs.transient_bytes / self.most_layers
         total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
         chosen: set[int] = set()
-        most = self.in_flight[:, :, 0].max(axis=0, initial=1.0)
-        for in_flight, hosts in itertools.product(
-            (most.min(), most.max()), (0.0, 0.1, 1.0) if len(self.on_hosts) else (0.0,)
-        ):
-            kept_bytes = always + in_flight * (costs.saved_bytes + hosts * costs.host_bytes)
+        for in_flight in np.unique(self.in_flight[:, :, 0].max(axis=0))[[0, -1]]:
+            kept_bytes = always + in_flight * costs.saved_bytes
             scale = float(total_s.min()) / max(float(kept_bytes.max()), 1.0)
             chosen |= {int((total_s + price * scale * kept_bytes).argmin()) for price in _USUAL_PRICES}
         rows = np.array(sorted(chosen))
@@ -276,8 +259,7 @@ class _Problem:
             [forward_s[rows], backward_s[rows], backward_s[rows] - weight_s, weight_s], axis=1
         )
         always_bytes = static[rows], costs.transient_bytes[rows]
-        flying_bytes = costs.saved_bytes[rows], costs.split_bytes[rows], costs.host_bytes[rows]
-        return seconds, costs.step_s[rows], *always_bytes, *flying_bytes
+        return seconds, costs.step_s[rows], *always_bytes, costs.saved_bytes[rows], costs.split_bytes[rows]
 
     def _fixed_layers(self) -> tuple[Array, Array, Array]:
         """What the other layers take at least, those before the most frequent one on the first stage, the others on the
@@ -314,10 +296,10 @@ class _Pass:
         self.weights = np.einsum("p,psk->sk", shares, problem.counts)
         self.once = problem.of_stages(shares, problem.chain_group)
         self.begin = problem.of_stages(shares, problem.chain_begins)
-        per_byte, on_host = np.split(memory_s / problem.limits_bytes, [len(problem.in_flight)])
+        limit = self.tables.limit_bytes
+        per_byte = memory_s / limit if math.isfinite(limit) else np.zeros(len(memory_s))
         self.price = per_byte @ problem.is_of_group
         self.priced = np.einsum("m,msk->sk", per_byte, problem.in_flight)  # of a microbatch's bytes
-        self.on_host = on_host @ problem.on_hosts
         self.memory_s = memory_s
         backward = self.weights[:, _B] + self.weights[:, _I]
         self.ahead, self.back = self.weights[:, _F], backward
@@ -347,7 +329,7 @@ class _Pass:
         state = int(reached[-1].argmin())
         value = float(reached[-1, state])
         if not math.isfinite(value):
-            return math.inf, np.zeros(len(self.problem.counts)), np.zeros(len(self.problem.limits_bytes))
+            return math.inf, np.zeros(len(self.problem.counts)), np.zeros(len(self.problem.in_flight))
         total = value - float(self.memory_s.sum()) + tables.broadcast_s
         return total, *self._slopes(came, state)
 
@@ -363,8 +345,6 @@ class _Pass:
         )
         seconds += np.outer(self.price, costs.static_bytes)
         seconds += np.outer(self.price * own.transient_shares, costs.transient_bytes)
-        if self.on_host.any():
-            seconds += np.outer(self.on_host, costs.host_bytes)
         return seconds + np.outer(priced[:, 0], costs.saved_bytes) + np.outer(priced[:, 1], costs.split_bytes)
 
     def _least(self, own: _Class, values: Array) -> Array:
@@ -427,7 +407,7 @@ class _Pass:
         stage = problem.shape.num_stages - 1
         seconds = np.zeros((problem.shape.num_stages, len(COSTS)))
         once_s, begin_s = np.zeros((2, problem.shape.num_groups))
-        num_bytes, hosts_bytes = np.zeros(len(problem.in_flight)), np.zeros(len(problem.on_hosts))
+        num_bytes = np.zeros(len(problem.in_flight))
         for index in range(len(tables.layers) - 1, -1, -1):
             layer = tables.layers[index]
             is_cut, source, entry = came[index]
@@ -448,7 +428,6 @@ class _Pass:
             always = float(layer.static_bytes[row] + share * layer.transient_bytes[row] + problem.tied_bytes[index])
             flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
             num_bytes += always * problem.is_of_group[:, stage] + problem.in_flight[:, stage] @ flying
-            hosts_bytes += problem.on_hosts[:, stage] * layer.host_bytes[row]
             if (skipped_s := problem.skipped.get(index)) is not None:
                 seconds[stage, [_F, _B, _I]] += [skipped_s[kind][before] for kind in (0, 1, 1)]
             if is_cut[stage, state]:
@@ -459,7 +438,8 @@ class _Pass:
                     seconds[stage + 1, _SEND_B] += returned_s[state]
         chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group]
         chains += begin_s[problem.chain_begins]
-        return chains, np.concatenate([num_bytes, hosts_bytes]) / problem.limits_bytes - 1
+        limit = tables.limit_bytes
+        return chains, num_bytes / limit - 1 if math.isfinite(limit) else np.zeros(0)
 
 
 def _arrive(matrices: Array, reached: Array, stages: slice) -> tuple[Indices, Array]:
