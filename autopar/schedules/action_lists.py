@@ -149,13 +149,13 @@ def simulate_schedule(
     return Timeline(tuple(tuple(itertools.islice(spans, len(group_actions))) for group_actions in actions))
 
 
-def schedule_s(actions: ScheduleActions, stages: tuple[StageCost, ...]) -> float:
+def schedule_s(actions: ScheduleActions, stages: tuple[StageCost, ...], begins_s: Sequence[float] = ()) -> float:
     """The `Timeline.step_s` of `simulate_schedule`, without making the timeline.
 
     Raises:
         ValueError: the lists deadlock.
     """
-    _, stops = _run(wire(actions), stages)
+    _, stops = _run(wire(actions), stages, begins_s=begins_s)
     return max(stops)
 
 

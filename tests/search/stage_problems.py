@@ -13,7 +13,15 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape
 from autopar.search import SearchRequest
 from autopar.search.chain.candidate_sets import CandidateSet
-from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
+from autopar.search.chain.cost_tables import (
+    CostTables,
+    LayerCosts,
+    PipelineSend,
+    TiedParameter,
+    Transfer,
+    path_begins_s,
+    path_stages,
+)
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
 from autopar.search.pipeline.refinement import refine
 from autopar.step.costs.stage_costs import pipeline_step_s
@@ -22,9 +30,18 @@ NUM_STATES = 2
 
 
 def make_tables(
-    seed: int, num_layers: int, num_candidates: int, num_microbatches: int, *, limit_bytes: float = np.inf
+    seed: int,
+    num_layers: int,
+    num_candidates: int,
+    num_microbatches: int,
+    *,
+    limit_bytes: float = np.inf,
+    longest_begin_s: float = 0.0,
 ) -> CostTables:
-    """Random layers, a value from each to the next, one that skips layers, and a parameter of the two ends."""
+    """Random layers, a value from each to the next, one that skips layers, and a parameter of the two ends.
+
+    A layer does up to `longest_begin_s` before its group's first action.
+    """
     random, shares = np.random.default_rng(seed), np.random.default_rng(1000 + seed)
     tables: list[LayerCosts] = []
     for _ in range(num_layers):
@@ -45,7 +62,7 @@ def make_tables(
                 random.integers(0, NUM_STATES, num_candidates),
                 shares.uniform(0.0, 0.1, num_candidates),
                 shares.uniform(0.0, 0.1, num_candidates),
-                np.zeros(num_candidates),
+                longest_begin_s * np.random.default_rng(2000 + seed + len(tables)).uniform(size=num_candidates),
                 np.zeros(num_candidates),
             )
         )
@@ -79,7 +96,9 @@ def every_pipeline(tables: CostTables, shape: Shape) -> Iterator[tuple[float, fl
     for cuts in itertools.combinations(range(1, num_layers), shape.num_stages - 1):
         for path in itertools.product(*(range(len(layer.forward_s)) for layer in tables.layers)):
             stages = path_stages(tables, shape, (0, *cuts, num_layers), path, actions)
-            yield pipeline_step_s(shape, actions, stages), max(stage.peak_memory_bytes for stage in stages)
+            begins_s = path_begins_s(tables, shape, (0, *cuts, num_layers), path)
+            step_s = pipeline_step_s(shape, actions, stages, begins_s)
+            yield step_s, max(stage.peak_memory_bytes for stage in stages)
 
 
 def search_shapes(tables: CostTables, *shapes: Shape, cuts: tuple[int, ...] = ()) -> PipelineResults:

@@ -20,7 +20,7 @@ from autopar.schedules.action_lists import (
 )
 from autopar.schedules.critical_paths import schedule_paths
 from autopar.schedules.packing import pack
-from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages
+from autopar.search.chain.cost_tables import CostTables, LayerCosts, Transfer, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
 from autopar.step.costs.stage_costs import pipeline_step_s
@@ -45,7 +45,7 @@ CASES = [
 def test_small_problems_are_solved_nearly_as_by_brute_force(
     shape: Shape, num_layers: int, num_candidates: int, seed: int
 ) -> None:
-    tables = make_tables(seed, num_layers, num_candidates, shape.num_microbatches)
+    tables = make_tables(seed, num_layers, num_candidates, shape.num_microbatches, longest_begin_s=8.0 * seed)
     every = list(every_pipeline(tables, shape))
     best_s, smallest = min(seconds for seconds, _ in every), min(peak for _, peak in every)
     found = search_shapes(tables, shape)
@@ -226,7 +226,7 @@ def test_a_schedule_of_split_backwards_waits_for_whole_ones_if_layers_have_no_ot
 def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(
     shape: Shape, num_layers: int, num_candidates: int
 ) -> None:
-    tables = make_tables(7, num_layers, num_candidates, shape.num_microbatches)
+    tables = make_tables(7, num_layers, num_candidates, shape.num_microbatches, longest_begin_s=3.0)
     every = list(every_pipeline(tables, shape))
     peaks = sorted(peak for _, peak in every)
     actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
@@ -331,6 +331,68 @@ def test_a_pipeline_of_equal_layers_is_found_with_equal_stages(seed: int, num_mi
         if peak <= limit_bytes
     )
     assert found.step_s <= fastest_s * (1 + 1e-9)
+
+
+def bare_layer(forward_s: tuple[float, ...], state_in: int, *states_out: int, begin_s: float = 0.0) -> LayerCosts:
+    """Candidates whose backward takes twice as long, and that take no memory; the first begins with something."""
+    count = len(forward_s)
+    one, seconds, nothing = make_tables(0, 1, count, 8).layers[0], np.array(forward_s), np.zeros(count)
+    return replace(
+        one, forward_s=seconds, backward_s=2 * seconds, weight_s=nothing, step_s=nothing, static_bytes=nothing,
+        saved_bytes=nothing, transient_bytes=nothing, split_bytes=nothing, leave_s=nothing, return_s=nothing,
+        begin_s=begin_s * np.eye(count)[0], state_in=np.full(count, state_in), state_out=np.array(states_out),
+    )  # fmt: skip
+
+
+def test_what_two_groups_share_is_done_by_the_one_that_has_time_left() -> None:
+    """By the sum of seconds, the last layer of the first group would bring its result into the form of the next."""
+    usual, either = bare_layer((1.0,), 0, 0), bare_layer((1.0, 1.2), 0, 0, 1)
+    moved_s = np.array([[0.0, 0.3], [0.3, 0.0]])
+    layers, move = (usual, usual, either, bare_layer((0.3,), 1, 1)), Transfer(2, 3, moved_s, 2 * moved_s)
+    tables, shape = CostTables(8, 2, layers, (None, None, move)), Shape("1f1b", 2, 2, 8)
+    actions = shape.actions(schedule_actions)
+    moving_s, not_moving_s = (
+        pipeline_step_s(shape, actions, path_stages(tables, shape, (0, 3, 4), (0, 0, row, 0))) for row in range(2)
+    )
+    assert moving_s < not_moving_s
+    found = search_shapes(tables, shape, cuts=(3,)).best
+    assert found is not None
+    assert found.step_s == pytest.approx(moving_s)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seed", "num_layers", "best_known_s"),
+    [
+        (Shape("zbv", 4, 8, 8), 5, 14, 104.71), (Shape("1f1b", 4, 4, 8), 0, 12, 81.59),
+        (Shape("interleaved_1f1b", 4, 8, 8), 5, 16, 120.81), (Shape("interleaved_1f1b", 4, 16, 8), 3, 16, 105.2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_groups_use_their_memory_and_the_longest_chain_decides(
+    shape: Shape, seed: int, num_layers: int, best_known_s: float
+) -> None:
+    """By the sum of each group's seconds, and if all stages of a group held their most microbatches at the same time,
+    these take 2 to 8 % longer.
+    """
+    tables = make_tables(seed, num_layers, 6, shape.num_microbatches)
+    first, usual, *_, last = tables.layers
+    tables = replace(tables, layers=(first, *(usual,) * (num_layers - 2), last), skips=(), tied=())
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    share = 0.7 if shape.num_stages < 16 else 0.8
+    found = search_shapes(replace(tables, limit_bytes=share * free.peak_bytes), shape).best
+    assert found is not None
+    assert found.step_s <= best_known_s
+
+
+def test_what_groups_begin_with_overlaps_with_the_wait_for_the_first_microbatch() -> None:
+    """To begin with something costs the second group nothing, though it is more than what it saves."""
+    layers = bare_layer((1.2,), 0, 0), bare_layer((1.12, 1.2), 0, 0, 0, begin_s=1.1)
+    tables, shape = CostTables(4, 1, layers, (None,)), Shape("1f1b", 2, 2, 4)
+    found = search_shapes(tables, shape).best
+    assert found is not None
+    assert found.begins_s == (0.0, 1.1)
+    assert found.step_s == min(seconds for seconds, _ in every_pipeline(tables, shape))
 
 
 def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:

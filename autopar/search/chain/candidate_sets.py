@@ -283,7 +283,7 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
 
 def _least_costs(costs: LayerCosts, hideable: Sequence[Hideable], num_microbatches: int) -> LayerCosts:
     """The costs less what may not show."""
-    forward_s, backward_s, begin_s, end_s, weight_s, begins_s = np.array(hideable).T
+    forward_s, backward_s, begin_s, end_s, weight_s, _ = np.array(hideable).T
     return replace(
         costs,
         forward_s=costs.forward_s - forward_s / num_microbatches,
@@ -292,7 +292,6 @@ def _least_costs(costs: LayerCosts, hideable: Sequence[Hideable], num_microbatch
         step_s=costs.step_s - begin_s - end_s,
         leave_s=np.zeros_like(costs.leave_s),
         return_s=np.zeros_like(costs.return_s),
-        begin_s=begins_s,
     )
 
 
@@ -301,13 +300,14 @@ def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
     splits = [splits_backward(each.strategy, compiled=candidates.settings.training.compiled) for each in own]
     count = candidates.settings.num_microbatches
     costs = CostColumns.of([each.cost for each in own], splits, count)
+    begin_s = np.array([each.begins_s for each in candidates.hideable(first)])
     return LayerCosts(
-        **vars(costs),
+        **(vars(costs) | {"step_s": costs.step_s - begin_s}),
         state_in=np.array([states[each.strategy.mesh, each.policy_in] for each in own], dtype=np.intp),
         state_out=np.array([states[each.strategy.mesh, each.policy_out] for each in own], dtype=np.intp),
         leave_s=np.array([each.cost.copies_s - each.cost.leave_s for each in own]) / count,
         return_s=np.array([each.cost.copies_s - each.cost.return_s for each in own]) / count,
-        begin_s=np.zeros(len(own)),
+        begin_s=begin_s,
         host_bytes=np.array([each.cost.host_bytes for each in own]),
     )
 

@@ -26,6 +26,7 @@ __all__ = [
     "PipelineSend",
     "TiedParameter",
     "Transfer",
+    "path_begins_s",
     "path_columns",
     "path_host_bytes",
     "path_stages",
@@ -41,8 +42,9 @@ class LayerCosts(CostColumns):
     """The candidates of one layer, one entry each; states index the boundary states.
 
     Where nothing computes while saved tensors leave for the host's memory, or come back from there, a forward takes
-    `leave_s` more, a backward `return_s` (`lone_copies`).  `begin_s` is what the first device group waits for before
-    its first action, apart from `step_s`.  `host_bytes` is what a microbatch in flight has in the host's memory.
+    `leave_s` more, a backward `return_s` (`lone_copies`).  `begin_s`, apart from `step_s`, is what a device group does
+    before its first action, while it may wait for other groups anyway.  `host_bytes` is what a microbatch in flight has
+    in the host's memory.
     """
 
     state_in: Indices
@@ -58,7 +60,7 @@ class LayerCosts(CostColumns):
 
     def total_s(self, num_microbatches: int) -> Array:
         """Seconds of a whole step."""
-        return num_microbatches * (self.forward_s + self.backward_s) + self.step_s
+        return num_microbatches * (self.forward_s + self.backward_s) + self.step_s + self.begin_s
 
     def in_flight_bytes(self, flight: Flight) -> Array:
         """Bytes with so many microbatches between forward and backward."""
@@ -209,7 +211,8 @@ def path_stages(
 ) -> tuple[StageCost, ...]:
     """The stages that this path makes if it is cut at `bounds` (first layers, then the number of layers).
 
-    Without the schedule's actions their peak bytes are not predicted.
+    What is done once per step includes what a group begins with (`path_begins_s`).  Without the schedule's actions
+    their peak bytes are not predicted.
     """
     layers, groups = path_columns(tables, path), shape.groups
     for stop, (leaving, coming) in zip(bounds[1:], lone_copies(actions, shape.num_stages), strict=True):
@@ -242,6 +245,13 @@ def path_stages(
     return tuple(replace(stage, peak_memory_bytes=peaks[group]) for stage, group in zip(stages, groups, strict=True))
 
 
+def path_begins_s(tables: CostTables, shape: Shape, bounds: Sequence[int], path: Sequence[int]) -> list[float]:
+    """For each device group, what it does before its first action, on this path cut at `bounds`."""
+    begin_s = np.array([float(layer.begin_s[row]) for layer, row in zip(tables.layers, path, strict=True)])
+    of_stages = np.add.reduceat(begin_s, bounds[:-1])
+    return np.bincount(shape.groups, of_stages, shape.num_groups).tolist()
+
+
 def path_host_bytes(
     tables: CostTables, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions
 ) -> float:
@@ -254,12 +264,15 @@ def path_host_bytes(
 
 
 def path_columns(tables: CostTables, path: Sequence[int]) -> CostColumns:
-    """What each layer takes on this path, transfers to it included, tied parameters not."""
+    """What each layer takes on this path, transfers to it included, tied parameters not; what a device group begins
+    with counts as done once per step.
+    """
     chosen = list(zip(tables.layers, path, strict=True))
     columns = {
         each.name: np.array([float(getattr(layer, each.name)[row]) for layer, row in chosen])
         for each in fields(CostColumns)
     }
+    columns["step_s"] += np.array([float(layer.begin_s[row]) for layer, row in chosen])
     for transfer in tables.all_transfers:
         source = chosen[transfer.producer][0].state_out[path[transfer.producer]]
         target = chosen[transfer.reader][0].state_in[path[transfer.reader]]

@@ -44,9 +44,9 @@ def move_layers(results: PipelineResults) -> None:
             around = _look_around(results, around)
 
 
-def fastest_of_shapes(results: PipelineResults) -> list[PipelineCandidate]:
-    """The fastest that fits of each shape whose cuts are not demanded."""
-    demanded = {bound.shape for bound in results.bounds if bound.cuts}
+def fastest_of_shapes(results: PipelineResults, *, of_demanded_cuts: bool = False) -> list[PipelineCandidate]:
+    """The fastest that fits of each shape, or of each whose cuts are not demanded."""
+    demanded = {bound.shape for bound in results.bounds if bound.cuts and not of_demanded_cuts}
     fastest: dict[object, PipelineCandidate] = {}
     for each in sorted(results.fitting, key=lambda each: each.step_s):
         if each.shape not in demanded:

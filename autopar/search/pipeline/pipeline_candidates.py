@@ -21,16 +21,18 @@ import numpy.typing as npt
 from autopar.plan import Decisions, Stage
 from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource, StageCost
+from autopar.search.chain import cost_tables
 from autopar.search.chain.candidate_sets import CandidateSet
-from autopar.search.chain.cost_tables import CostTables, path_host_bytes, path_stages, useful_candidates
+from autopar.search.chain.cost_tables import CostTables, path_begins_s, path_host_bytes, path_stages
 from autopar.search.chain.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
-from autopar.search.pipeline.schedule_estimates import Idle, idle_of, is_small
+from autopar.search.pipeline.schedule_estimates import Idle, held_shares, idle_of, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, StageEstimates, largest_first, span_costs
+from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.costs.stage_costs import pipeline_step_s
 
-__all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "ShapeBound", "search_pipelines"]
+__all__ = ["OVERCOUNTED", "PipelineCandidate", "PipelineResults", "PipelineTables", "ShapeBound", "search_pipelines"]
 
 Indices = npt.NDArray[np.intp]
 
@@ -81,11 +83,11 @@ class PipelineTables:
         return PipelineTables(self.candidates, own.keep(kept), rows)
 
     def pipeline(
-        self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, lean: float = 0.0
+        self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, weights: StageWeights | None = None
     ) -> PipelineCandidate:
-        """Choose the candidates of all layers; `guide` and `lean` as in `GroupSolver.solve`."""
+        """Choose the candidates of all layers; `guide` and `weights` as in `GroupSolver.solve`."""
         return PipelineCandidate.of(
-            self, cuts, self.solver.solve(cuts, guide, cuts.shape.actions(schedules), lean), schedules
+            self, cuts, self.solver.solve(cuts, guide, cuts.shape.actions(schedules), weights), schedules
         )
 
     def indices_of(self, path: Sequence[int], other: PipelineTables) -> list[int]:
@@ -104,6 +106,7 @@ class PipelineCandidate:
     cuts: PipelineCuts
     rows: tuple[int, ...]
     stages: tuple[StageCost, ...]
+    begins_s: tuple[float, ...]  # of each device group, as of `path_begins_s`
     step_s: float
     host_bytes: float
     actions: ScheduleActions = field(repr=False)
@@ -115,9 +118,10 @@ class PipelineCandidate:
         """What comes of these candidates."""
         actions = cuts.shape.actions(schedules)
         stages = path_stages(choices.tables, cuts.shape, cuts.bounds, rows, actions)
-        step_s = pipeline_step_s(cuts.shape, actions, stages)
+        begins_s = path_begins_s(choices.tables, cuts.shape, cuts.bounds, rows)
+        step_s = pipeline_step_s(cuts.shape, actions, stages, begins_s)
         host_bytes = path_host_bytes(choices.tables, cuts.shape, cuts.bounds, rows, actions)
-        return cls(choices, cuts, rows, stages, step_s, host_bytes, actions)
+        return cls(choices, cuts, rows, stages, tuple(begins_s), step_s, host_bytes, actions)
 
     @property
     def candidates(self) -> CandidateSet:
@@ -134,9 +138,11 @@ class PipelineCandidate:
         """Per layer the index of its candidate."""
         return tuple(int(own[index]) for own, index in zip(self.choices.rows, self.rows, strict=True))
 
-    def solved_again(self, choices: PipelineTables, schedules: ScheduleSource, lean: float) -> PipelineCandidate:
-        """The same cuts with other candidates; `lean` as in `GroupSolver.solve`."""
-        return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, lean)
+    def solved_again(
+        self, choices: PipelineTables, schedules: ScheduleSource, weights: StageWeights | None = None
+    ) -> PipelineCandidate:
+        """The same cuts with other candidates; `weights` as in `GroupSolver.solve`."""
+        return choices.pipeline(self.cuts, self.choices.indices_of(self.rows, choices), schedules, weights)
 
     def levelled(self, kind: int, row: int, schedules: ScheduleSource) -> PipelineCandidate:
         """The same cuts with one candidate for all layers whose costs in the candidate set's tables have this id, and
@@ -167,8 +173,9 @@ class PipelineCandidate:
     @cached_property
     def least_s(self) -> float:
         """Seconds of a step if all is overlapped that may be."""
-        stages = path_stages(self.candidates.least_tables, self.shape, self.cuts.bounds, self.path)
-        return pipeline_step_s(self.shape, self.actions, stages)
+        tables, shape, bounds = self.candidates.least_tables, self.shape, self.cuts.bounds
+        stages = path_stages(tables, shape, bounds, self.path)
+        return pipeline_step_s(shape, self.actions, stages, path_begins_s(tables, shape, bounds, self.path))
 
     @property
     def inner_sizes(self) -> frozenset[int]:
@@ -347,7 +354,7 @@ def _look(
         cuts = (0, *demanded_cuts, len(tables.layers))
         solved = [_solve(guided, idle, PipelineCuts(shape, cuts), results) for shape in idle]
         return min((each.step_s for each in solved if results.fits(each)), default=math.inf), True
-    best_s, estimates = math.inf, list(_stage_estimates(guided, idle))
+    best_s, estimates = math.inf, list(_stage_estimates(guided, idle, results.schedules))
     is_short = any(each.is_short_of_memory for each in estimates)
     ranked = sorted(((each.ways_to_cut(), each) for each in estimates), key=lambda pair: pair[0][0][0])
     for seen, (ways, own) in enumerate(ranked):
@@ -397,7 +404,7 @@ def _guided_tables(candidates: CandidateSet, whole: CostTables, idle: Mapping[Sh
     is_host_short = _is_host_short(whole, shapes, paths)
     if is_host_short:
         paths = np.concatenate([paths, _guide_paths(_without_offloads(whole), shapes)])
-    tables, rows = useful_candidates(whole, paths, flights, gains, is_host_short=is_host_short)
+    tables, rows = cost_tables.useful_candidates(whole, paths, flights, gains, is_host_short=is_host_short)
     guided: _Guided = {}
     for gain, paths in by_gain.items():
         guides = np.stack([np.searchsorted(own, paths[:, layer]) for layer, own in enumerate(rows)], axis=1)
@@ -439,14 +446,17 @@ def _is_host_short(tables: CostTables, shapes: Sequence[Shape], paths: Indices) 
     return _UNEVEN * max(loads) * whole_bytes > tables.host_limit_bytes
 
 
-def _stage_estimates(guided: _Guided, idle: Mapping[Shape, Idle]) -> Iterator[StageEstimates]:
+def _stage_estimates(
+    guided: _Guided, idle: Mapping[Shape, Idle], schedules: ScheduleSource
+) -> Iterator[StageEstimates]:
     """For each shape how long its stages seem to take."""
     spans: dict[tuple[float, int], SpanCosts] = {}
     for shape, (fill_share, gain) in idle.items():
         choices, guides = guided[gain]
         if (gain, shape.num_stages) not in spans:
             spans[gain, shape.num_stages] = span_costs(choices.tables, guides, shape.num_stages)
-        yield StageEstimates.of(choices.tables, spans[gain, shape.num_stages], shape, fill_share)
+        held_share = max(held_shares(shape, shape.actions(schedules)))
+        yield StageEstimates.of(choices.tables, spans[gain, shape.num_stages], shape, fill_share, held_share)
 
 
 def _guide_paths(tables: CostTables, shapes: list[Shape]) -> Indices:

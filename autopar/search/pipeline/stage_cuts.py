@@ -86,12 +86,12 @@ class SpanCosts:
         """``[path, first layer, width - 1]``: of one microbatch."""
         return self._over_spans(0)
 
-    def size(self, flight: Flight) -> Array:
-        """``[path, first layer, width - 1]``: bytes of a stage with so many microbatches in flight."""
+    def size(self, flight: Flight, held_share: float) -> Array:
+        """``[path, first layer, width - 1]``: bytes of a stage with such a share of so many microbatches in flight."""
         saved_bytes = flight.in_flight * self._over_spans(2) + (
             flight.split * self._over_spans(3) if flight.split else 0.0
         )
-        return self._over_spans(1) + saved_bytes + self.largest + self.tied_bytes
+        return self._over_spans(1) + held_share * saved_bytes + self.largest + self.tied_bytes
 
     def _over_spans(self, which: int) -> Array:
         """A sum over so many layers, infinite behind the last one."""
@@ -177,10 +177,12 @@ class StageEstimates:
     is_short_of_memory: bool
 
     @classmethod
-    def of(cls, tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float) -> StageEstimates:
-        """Those by the paths of `spans`."""
+    def of(
+        cls, tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float, held_share: float
+    ) -> StageEstimates:
+        """Those by the paths of `spans`; `held_share` is that of the group that has the largest."""
         flights, budget = shape.flights, tables.limit_bytes / (shape.num_stages // shape.num_groups)
-        sizes = {flight: spans.size(flight) for flight in set(flights)}
+        sizes = {flight: spans.size(flight, held_share) for flight in set(flights)}
         by_flight = {flight: _unit_seconds(spans, size, budget, tables.limit_bytes) for flight, size in sizes.items()}
         seconds = np.stack([by_flight[flight] for flight in flights])
         smallest = {flight: size.min(axis=0) for flight, size in sizes.items()}

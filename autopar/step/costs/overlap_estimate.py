@@ -211,7 +211,7 @@ class Hideable(NamedTuple):
         begin_s: before the first action.
         end_s: behind the last one.
         weight_s: of `backward_s`, what is in the second part of a backward in two parts.
-        begins_s: what is left of `begin_s` on a device group that waits for nothing else before its first action.
+        begins_s: not hidden, but what a device group does before its first action, while it may wait for others anyway.
     """
 
     forward_s: float
@@ -252,7 +252,7 @@ def hideable_s(
     backward_s = weight_s + num_microbatches * whole_s * regathers
     begin_s = end_s = begins_s = 0.0
     if zero < 3 and has_stages:
-        begin_s, begins_s = gathers.apart_s, gathers.together_s
+        begin_s, begins_s = merged_s, gathers.together_s
     elif zero < 3:
         begin_s = whole_s if zero == 2 or num_microbatches == 1 else merged_s
     if zero < 2:

@@ -4,6 +4,9 @@ The seconds of a step are those of the schedule's timeline (`schedule_s` on the 
 after it, of what is done once per step on the device group that takes longest for it::
 
     step = timeline(actions, stages) + max over groups   sum over the group's stages   step_s
+
+A search knows what of the latter groups do before their first action, while they may wait for others anyway: that is
+where the timeline begins then.
 """
 
 from __future__ import annotations
@@ -89,9 +92,13 @@ def stage_costs(
     return tuple(costs)
 
 
-def pipeline_step_s(shape: Shape, actions: ScheduleActions, stages: Sequence[StageCost]) -> float:
-    """Seconds of a step that runs `actions`, the schedule's own lists, on `stages`."""
-    once_s = [0.0] * shape.num_groups
+def pipeline_step_s(
+    shape: Shape, actions: ScheduleActions, stages: Sequence[StageCost], begins_s: Sequence[float] = ()
+) -> float:
+    """Seconds of a step that runs `actions`, the schedule's own lists, on `stages`; `begins_s` has for each group what
+    it does of `step_s` before its first action.
+    """
+    once_s = [-begin_s for begin_s in begins_s] or [0.0] * shape.num_groups
     for group, stage in zip(shape.groups, stages, strict=True):
         once_s[group] += stage.step_s
-    return schedule_s(actions, tuple(stages)) + max(once_s)
+    return schedule_s(actions, tuple(stages), begins_s) + max(once_s)
