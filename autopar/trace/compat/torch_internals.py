@@ -37,6 +37,7 @@ from autopar.objects.references import redirect
 
 __all__ = [
     "DATA_DEPENDENT",
+    "MODULE_TABLES",
     "SYMBOLIC",
     "TORCH_DIRECTORY",
     "DispatchMode",
@@ -429,6 +430,10 @@ def written_out(parts: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     return {op: function for op, function in decomposition_table.items() if any(part in str(op) for part in parts)}
 
 
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""The attributes in which a module has its parameters, buffers and submodules."""
+
+
 def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of the module tree in which every parameter and buffer t is ``swap(t)``; the rest is shared.
 
@@ -450,7 +455,7 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
     made = copy(model)
     ids: dict[int, Any] = {**copies, **{id(t): swap(t) for t in (*model.parameters(), *model.buffers())}}
     for module in copies.values():
-        own = {name: x for name, x in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+        own = {name: x for name, x in vars(module).items() if name not in MODULE_TABLES}
         vars(module).update(redirect(own, ids))
     return made
 

@@ -14,10 +14,9 @@ from torch import nn
 
 from autopar.objects.attribute_owners import is_plain
 from autopar.objects.references import redirect, refers
+from autopar.trace.compat import torch_internals
 
 __all__ = ["HeldMembers"]
-
-_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class HeldMembers:
@@ -36,7 +35,7 @@ class HeldMembers:
             (vars(part), name, value)
             for part in parts
             for name, value in vars(part).items()
-            if name not in _TABLES and not is_plain(value) and refers(value, self._places)
+            if name not in torch_internals.MODULE_TABLES and not is_plain(value) and refers(value, self._places)
         ]
 
     @contextmanager

@@ -13,8 +13,6 @@ from autopar.trace.compat import torch_internals
 
 __all__ = ["copy_with", "own_copy"]
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
 
 def own_copy(model: nn.Module) -> nn.Module:
     """A copy that shares no parameter or buffer with `model`; ``copy.deepcopy`` alone shares those of closures."""
@@ -27,7 +25,11 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
     try:
         made = copy.deepcopy(model, memo)
         for module in made.modules():  # deepcopy leaves functions as they are
-            referring = {name: x for name, x in vars(module).items() if name not in _TABLES and refers(x, memo)}
+            referring = {
+                name: x
+                for name, x in vars(module).items()
+                if name not in torch_internals.MODULE_TABLES and refers(x, memo)
+            }
             vars(module).update(redirect(referring, memo))
             for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
                 hooks: dict[int, Any] = vars(module)[name]
