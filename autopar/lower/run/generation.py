@@ -70,19 +70,17 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["use_cache"] = False
     follow_first_rank(root._communicator)
     rewind = _rewinds_draws(root._communicator.device)
-    try:
-        with root.global_inputs():
-            try:
-                return kind.generate(self, *args, **kwargs)
-            except _NO_PLAN as error:
-                if not root.__dict__.pop("_has_cache", False):
-                    raise
-                root._no_cache = f"its calls with a cache can't be planned ({error})"
-            root._executors.forget_copies()
-            rewind()
+    with root.global_inputs():
+        try:
             return kind.generate(self, *args, **kwargs)
-    finally:
-        root._executors.forget_copies()  # parameters may change before the next call
+        except _NO_PLAN as error:
+            if not root.__dict__.pop("_has_cache", False):
+                raise
+            root._no_cache = f"its calls with a cache can't be planned ({error})"
+        finally:
+            root._executors.forget_copies()
+        rewind()
+        return kind.generate(self, *args, **kwargs)
 
 
 def _rewinds_draws(device: torch.device) -> Callable[[], None]:
