@@ -52,6 +52,7 @@ class _MeshUse:
 
 
 _KNOWN: dict[int, _MeshUse] = {}  # by the mesh's id: results of ops have the mesh of their operands
+_KNOWING = threading.RLock()  # simulated ranks are threads, and another may come to know a mesh while one looks
 
 
 class _Apart(threading.local):
@@ -77,13 +78,14 @@ def know_mesh(
     compared in what they do with other tensors than parameters, nor are those of a mesh without a parallel module
     (`torch.compile`).
     """
-    known = next((each for each in tuple(_KNOWN.values()) if mesh == each.meshes[0]), None)
-    known = _KNOWN.setdefault(id(mesh), known or _MeshUse([], is_whole_world))
-    known.meshes.append(mesh)
-    if module is not None:
-        known.calls = calls if is_whole_world else None
-        known.stages = stages
-        known.modules.add(module)
+    with _KNOWING:
+        known = next((each for each in _KNOWN.values() if mesh == each.meshes[0]), None)
+        known = _KNOWN.setdefault(id(mesh), known or _MeshUse([], is_whole_world))
+        known.meshes.append(mesh)
+        if module is not None:
+            known.calls = calls if is_whole_world else None
+            known.stages = stages
+            known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
     full_tensor_by(_full_tensor)
 
