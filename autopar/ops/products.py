@@ -1,12 +1,12 @@
-"""Products: matrix products, convolutions, einsum, recurrent ops.  Their arithmetic intensity is high."""
+"""Products: matrix products, convolutions, einsum.  Their arithmetic intensity is high."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ops.family import Buffers, OpFamily, RowProduct, Rule, Types, argument, aten, nothing_between
+from autopar.ops.family import Buffers, OpFamily, RowProduct, Types, argument, aten, nothing_between
 from autopar.ops.halos import (
     Halo,
     halo_buffers,
@@ -139,54 +139,6 @@ def _transposed_line(operand_types: Types, groups: object, names: list[str], rem
         tail = f" | {', '.join(remarks)}" if remarks else ""
         return f"n _{space}, _ _{whole}, _ -> n _{space}{tail}"
     return f"n c{space}, c o{whole}, +o -> n o{space} | {', '.join(['sum c', *remarks])}"
-
-
-def _drops_between_layers(op: Op) -> bool:
-    return argument(op, 6, "train") is True and argument(op, 5, "dropout") != 0.0
-
-
-def _recurrent(has_cell: bool) -> Rule:
-    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first).
-
-    States are [layers, batch, hidden]; the batch splits, time does not.
-    """
-
-    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
-        if len(operand_types[0].shape) != 3:
-            return None
-        x = "b _ _" if argument(op, 8, "batch_first") else "_ b _"
-        state = "_ b _"
-        states = "[_ b _]" if has_cell else state
-        results = f"{x}, {state}, {state}" if has_cell else f"{x}, {state}"
-        return f"{x}, {states}, [...] -> {results}"
-
-    return rule
-
-
-def _steps(op: Op, operands: Types) -> Iterator[tuple[int, int]]:
-    """Of each layer and direction of an LSTM, how many elements it reads and makes in all steps."""
-    x, state = operands[0], operands[1]
-    rows, width = x.num_elements // max(1, x.shape[-1]), state.shape[-1]
-    directions = 2 if argument(op, 7, "bidirectional") is True else 1
-    for number in range(state.shape[0]):
-        yield rows * (x.shape[-1] if number < directions else directions * width), rows * width
-
-
-def _memory_of_steps(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
-    """What cuDNN keeps of an LSTM's steps: four gates and the cell's state, before and after its tanh.
-
-    An estimate: the size is not published, and was not measured.
-    """
-    return Buffers(kept=6.0 * itemsize_bytes(operands[0].dtype) * sum(made for _, made in _steps(op, operands)))
-
-
-def _memory_of_steps_on_cpus(op: Op, operands: Types, trains: Sequence[bool]) -> Buffers:
-    """What oneDNN keeps, as measured with torch 2.13: bytes of each element that is made, and of each that is read or
-    made, whichever are more.  torch's own kernels, of float64, keep what trace observes.
-    """
-    sizes = {"float32": (37.1, 24.4), "bfloat16": (23.0, 20.4), "float16": (23.0, 20.4)}
-    of_made, of_wider = sizes.get(operands[0].dtype, (0.0, 0.0))
-    return Buffers(kept=sum(of_made * made + of_wider * max(read, made) for read, made in _steps(op, operands)))
 
 
 def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> str | None:
@@ -376,18 +328,6 @@ FAMILIES = (
         buffers=_transposed_buffers,
     ),
     OpFamily(aten({"convolution": _general_convolution}), is_cheap=False, count_work=_work_of_general_convolution),
-    OpFamily(
-        aten({"lstm.input": _recurrent(has_cell=True)}),
-        is_random=_drops_between_layers,
-        is_cheap=False,
-        buffers_on_gpus=_memory_of_steps,
-        buffers_on_cpus=_memory_of_steps_on_cpus,
-    ),
-    OpFamily(
-        aten({"gru.input rnn_tanh.input rnn_relu.input": _recurrent(has_cell=False)}),
-        is_random=_drops_between_layers,
-        is_cheap=False,
-    ),
     OpFamily(
         aten(
             {

@@ -406,6 +406,12 @@ def _recurrent() -> list[Sample]:
         sample("lstm.input", x(4, 2, 5), [x(1, 4, 3), x(1, 4, 3)], weights(4), *flags, True),
         sample("gru.input", x(4, 2, 5), x(1, 4, 3), weights(3), *flags, True),
     ]
+    lengths = torch.tensor([5, 2, 1, 4])
+    for kind, gates, num_states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
+        for rows_first in (True, False):
+            args = (x(*(4, 5) if rows_first else (5, 4), 5), lengths, [x(1, 4, 3) for _ in range(num_states)])
+            packed = (*args, weights(gates), True, 1, False, rows_first, False)
+            found.append(sample(f"autopar_traced.packed_{kind}.default", *packed))
     return found + [
         sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False) for name in ("rnn_tanh", "rnn_relu")
     ]

@@ -160,20 +160,6 @@ def test_what_follows_from_more_than_inputs_stays_refused(how: str) -> None:
         trace(Asking(how), (rows(1),), {})
 
 
-def test_packed_sequences_are_refused() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(4, 3, batch_first=True)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            return self.lstm(packed)[1][0].sum()
-
-    with pytest.raises(TraceError, match=r"test_asked_values.py:\d+: the size of a packed sequence depends on lengths"):
-        trace(Recurrent(), (torch.rand(2, 3, 4), torch.tensor([2, 3])), {})
-
-
 def test_inputs_without_values_are_named() -> None:
     with pytest.raises(TraceError, match="follows from input 'x', which has no values here"):
         trace(Asking("selected"), (rows(1).to("meta"),), {})

@@ -148,13 +148,18 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
 
 
 def _cut_dims(op: Op, option: Option | None) -> Iterator[tuple[str, int]]:
-    """Results with the dim that is cut, -1 for none; tokens that a view joins with a batch of one are still tokens."""
+    """Results with the dim that is cut, -1 for none; tokens that a view joins with a batch of one are still tokens.
+
+    What is cut in the first result counts for the others, such as a recurrent module's states [layers, batch, hidden].
+    """
+    main = -1
     for position, name in enumerate(op.results):
         placement = option.results[position] if option is not None else None
         dim = placement.dim if placement is not None and placement.is_shard else -1
         if dim == 0 and option is not None and op.target in _JOINS and option.operands[0].is_shard:
             dim = option.operands[0].dim
-        yield name, dim
+        main = dim if position == 0 else main
+        yield name, main if dim >= 0 and main >= 0 else dim
 
 
 def _attention_part(program: Program, op: Op, option: Option | None) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "SYMBOLIC",
     "TORCH_DIRECTORY",
     "DispatchMode",
+    "above_autograd",
     "argument_names",
     "argument_source",
     "autocast_calls",
@@ -175,6 +176,14 @@ def argument_names(target: str) -> tuple[str, ...]:
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Inside, a call of an op passes by its kernel for autograd."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Inside a kernel of an op, ops are recorded for backward again."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

@@ -50,6 +50,7 @@ from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
+from autopar.trace.torch_functions.packed_sequences import traced_packed_sequences
 from autopar.trace.torch_functions.past_autograd import PastAutograd
 from autopar.trace.torch_functions.running_statistics import written_statistics
 from autopar.trace.torch_functions.selections import Selections, refuse_output
@@ -315,9 +316,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                     torch_internals.intercept_autograd_functions(call_as_op, partial(note, _CHECKPOINTS))
                 )
                 patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
-                patches.enter_context(traced_ctc_losses())
-                patches.enter_context(batch_first_attention())
-                patches.enter_context(written_embedding_bags())
+                for written in (traced_ctc_losses, traced_packed_sequences, batch_first_attention):
+                    patches.enter_context(written())
+                for written in (written_embedding_bags, written_statistics, written_functions):
+                    patches.enter_context(written())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note, wrapper.questions.truth_of))
@@ -325,9 +327,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(_known_numbers(bool(form.reads) or wrapper.questions.are_answered))
                 patches.enter_context(_unlogged())
                 patches.enter_context(torch_internals.unprinted_graphs())
-                patches.enter_context(written_statistics())
                 patches.enter_context(counts_of_known_length())
-                patches.enter_context(written_functions())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_lists(wrapper.questions.list_of))
                 patches.enter_context(noted_conversions(note_conversion))

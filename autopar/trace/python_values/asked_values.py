@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.errors import TraceError
 from autopar.objects.buffer_questions import BufferQuestion
 from autopar.trace.calls.input_computations import Computation, ComputedOp, Operand, map_arguments
 from autopar.trace.calls.signature import MOST_READ, CallForm, ReadValues
@@ -267,11 +266,6 @@ class Questions(TorchFunctionMode):
         if func in self._numbers and isinstance(x, Tensor):
             known = self._asked.answer(x, is_truth=func is self._truth)
             return func(*args, **named) if known is None else func(known)
-        if name == "_pack_padded_sequence":
-            raise TraceError(
-                f"{user_line()}: the size of a packed sequence depends on lengths (pack_padded_sequence): run the "
-                "recurrent module on padded sequences, and mask what it puts out, or select it at lengths - 1"
-            )
         if name in _ARRAYS and isinstance(x, Tensor):
             return self._asked.array_of(x, lambda known: func(known, *args[1:], **named))
         if name in _PLACES and isinstance(x, Tensor) and (name != "where" or len(args) + len(named) == 1):
