@@ -384,6 +384,17 @@ class Program:
         return tuple(name for name in names if name not in late)
 
     @cached_property
+    def with_gradient(self) -> frozenset[str]:
+        """The values whose gradient is computed: not those of which only what has none is made, a comparison or an
+        integer.
+        """
+        made = {*self.outputs, *self.tail_reads, *self.updates.values()}
+        for op in reversed([*(op for layer in self.layers for op in layer.ops), *self.tail]):
+            if any(name in made and self.values[name].requires_grad for name in op.results):
+                made.update(op.operands)
+        return frozenset(name for name in made if self.values[name].requires_grad)
+
+    @cached_property
     def kinds(self) -> tuple[Layer, ...]:
         """The first layer of each kind, by kind number."""
         first: dict[int, Layer] = {}

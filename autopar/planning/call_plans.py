@@ -321,7 +321,7 @@ class CallPlanner:
 def _elsewhere(group: StageMap, first: StageMap) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Parameters that device groups read without holding them: name, the groups that read, the groups that hold."""
     for name, read in group.holders.items():
-        held = first.holders.get(name, (0,))  # the first group stores what the example doesn't read
+        held = first.holders.get(name, read)  # all groups store what the example doesn't read
         if not set(read) <= set(held):
             yield name, tuple(read), tuple(held)
 

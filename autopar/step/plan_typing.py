@@ -159,7 +159,7 @@ def _repeated_gradients(
     """Parameters that an op reads as if there were one microbatch, so that each would give their whole gradient."""
     for run in (each for each in local.singles if isinstance(each, RunOp)):
         chosen = strategy.time[run.index]
-        if not any(program.values[name].requires_grad for name in run.op.results):
+        if program.with_gradient.isdisjoint(run.op.results):
             continue
         placements = next((o.operands for o in run.op.options if o.factor == chosen), None)
         for mention, name in enumerate(run.op.operands):

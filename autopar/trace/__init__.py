@@ -19,6 +19,7 @@ from autopar.trace.loss_function import LossFunction, put_loss_inside, require_t
 from autopar.trace.module_attributes.model_copies import copy_with, own_copy
 from autopar.trace.padded.any_length import check_one_graph, reading_last_entry
 from autopar.trace.padded.prefixes import LongerProgram, PaddingError, compare, ignored_labels
+from autopar.trace.passes.plain_numbers import is_unlike
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER
 from autopar.trace.tracing import Traced, trace
 
@@ -47,6 +48,7 @@ __all__ = [
     "function_gradients",
     "hidden_backwards",
     "ignored_labels",
+    "is_unlike",
     "is_wrapped_number",
     "own_copy",
     "put_loss_inside",

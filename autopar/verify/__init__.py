@@ -29,12 +29,13 @@ from autopar.trace import LossFunction, Traced, default_example_inputs, own_copy
 from autopar.verify.buffers_seen import BuffersSeen, plan_calls_seen
 from autopar.verify.diagnosis import first_difference
 from autopar.verify.differences import largest_entry, number_error, relative_error
+from autopar.verify.kept_double import Follows
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
     SteadyAdamW,
+    followed_by,
     keep_double_program,
-    needs_wide_integers,
     run_parallel,
     run_single,
 )
@@ -194,7 +195,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     watching = double.register_forward_pre_hook(seen)  # and so do copies
     try:
         expected = run_single(
-            double, _as_double(inputs), steps, make_optimizer, in_double=True, follows_integers=follows,
+            double, _as_double(inputs), steps, make_optimizer, in_double=True, follows=follows,
             batches=list(map(_as_double, batches)),
         )  # fmt: skip
     except _FAILURES as error:
@@ -225,9 +226,9 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
 def _first_that_fits(
     model: nn.Module, double: nn.Module, plan: Plan, batches: Sequence[ExampleInputs]
-) -> tuple[ExampleInputs, Traced, bool]:
-    """The first of `batches` that the model accepts and the plan fits, the model traced on it, and whether it
-    `needs_wide_integers`.
+) -> tuple[ExampleInputs, Traced, Follows]:
+    """The first of `batches` that the model accepts and the plan fits, the model traced on it, and what is
+    `followed_by` it.
 
     The last one is the whole batch.  The others are parts of it, so the model must run on them first: their entries may
     be indices into a dim that was shortened, and batch norms must have enough values.
@@ -238,14 +239,14 @@ def _first_that_fits(
             made = trace_model(
                 model, inputs, device_type=device_type_of(plan.device), num_layers=len(plan.decisions.layers)
             )
-            follows = needs_wide_integers(made)
+            follows = followed_by(made)
             traced = keep_double_program(made)
             traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
                 if fewest_normalized(traced.program) < _MIN_NORMALIZED:
                     continue
-                check_finite(run_single(double, _as_double(inputs), 1, in_double=True, follows_integers=follows))
+                check_finite(run_single(double, _as_double(inputs), 1, in_double=True, follows=follows))
         except (AutoparError, *_FAILURES) as error:
             problem = error
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.autograd import run_backward
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.compat import dtensor_like, leaves_of, local_part_of, local_tensor, make_mesh, map_leaves
+from autopar.lower.compat import dtensor_like, leaves_of, local_part_of, local_tensor, make_mesh
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.objects.made_buffers import MadeBuffers
 from autopar.ops import experts
@@ -32,11 +30,13 @@ from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced, accurate_products, dense_flex_attention, own_copy
 from autopar.verify.differences import are_equal, as_float64, largest_difference
 from autopar.verify.eval_outputs import eval_outputs
+from autopar.verify.kept_double import FOLLOWS, Follows, KeptDouble, widen_float
 
 __all__ = [
     "MakeOptimizer",
     "Run",
     "SteadyAdamW",
+    "followed_by",
     "gradient_layout",
     "join_layout",
     "join_runs",
@@ -52,8 +52,6 @@ __all__ = [
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 T = TypeVar("T")
-
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SteadyAdamW(torch.optim.AdamW):
@@ -106,19 +104,19 @@ def run_single(
     make_optimizer: MakeOptimizer = SteadyAdamW,
     *,
     in_double: bool = False,
-    follows_integers: bool = False,
+    follows: Follows = FOLLOWS,
     batches: Sequence[ExampleInputs] = (),
     others: Sequence[ExampleInputs] = (),
 ) -> Run:
     """Train a copy of `model` on one device, and evaluate it on `batches`; `others` as in `train`.
 
-    With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype; `follows_integers` as
-    in `needs_wide_integers`.
+    With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype; `follows` as in
+    `followed_by`.
     """
     model, fresh = own_copy(model), own_copy(model)
     members = (x for each in (model, fresh) for x in (*each.parameters(), *each.buffers()))
     roots = (*members, *leaves_of((inputs, *batches, *others)))
-    keep = _KeepDouble(roots, follows_integers=follows_integers) if in_double else nullcontext()
+    keep = KeptDouble(roots, follows) if in_double else nullcontext()
     with dense_flex_attention(), accurate_products(), keep:
         return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches, fresh)
 
@@ -325,66 +323,11 @@ def _check_replicas(tensors: list[Tensor], name: str) -> None:
             raise VerificationError(f"replicas of {name} differ: {number} from 0 by {largest_difference(*pair)}")
 
 
-class _KeepDouble(TorchFunctionMode):
-    """A mode in which results computed from `roots` are never cast to a floating dtype narrower than float64.
-
-    Rounding would hide errors in models that compute a norm or a loss in float32 regardless of their parameters' dtype.
-    With `follows_integers` what is cast of integers is float64, too: sines of times in diffusion models.
-    """
-
-    _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
-
-    def __init__(self, roots: Iterable[Any], *, follows_integers: bool) -> None:
-        super().__init__()
-        self._followed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-        self._follows_integers = follows_integers
-        self._note(roots)
-
-    def _note(self, tensors: Iterable[Any]) -> None:
-        for x in tensors:
-            if not isinstance(x, Tensor):
-                continue
-            if x.dtype == torch.float64 or (self._follows_integers and not x.is_floating_point()):
-                self._followed[x] = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        followed = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x in self._followed]
-        if not followed:
-            return func(*args, **kwargs)
-        if func in self._CASTS:
-            result = args[0] if args[0].is_floating_point() else args[0].double()
-        elif func in (Tensor.to, Tensor.type) or any(x.is_floating_point() for x in followed):
-            args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
-            if not _writes(func):  # in-place ops may write to float32; some other ops need equal dtypes
-                args, kwargs = map_leaves(_widen_float, (args, kwargs))
-            result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        self._note(leaves_of(result))
-        return result
-
-
 _OF_EQUAL_DTYPES = frozenset({
     "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution",
     "scaled_dot_product_attention",
 })  # fmt: skip
 """Ops that torch refuses for operands of several floating dtypes."""
-
-
-def _writes(func: Any) -> bool:
-    """Whether `func` writes to its first argument, as add_, __iadd__ and __setitem__ do."""
-    name = str(getattr(func, "__name__", ""))
-    is_dunder = name.startswith("__")
-    return name[2:5] in ("set", "iad", "isu", "imu", "itr") if is_dunder else name.endswith("_")
-
-
-def _widen_dtype(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
-
-
-def _widen_float(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 and not x.requires_grad else x
 
 
 def keep_double_program(traced: Traced) -> Traced:
@@ -393,10 +336,10 @@ def keep_double_program(traced: Traced) -> Traced:
     Parameters, buffers, inputs and everything computed from them become float64, including casts between them, and so
     do constants and casts of integers that are only read together with them.  Other results of constants or integers
     keep their dtype, as they would in a model whose parameters are float64, unless a product needs them
-    (`needs_wide_integers`).
+    (`followed_by`).
     """
     program = traced.program
-    wide = _wide_values(program, follows_integers=needs_wide_integers(traced))
+    wide = _wide_values(program, follows_integers=followed_by(traced).integers)
     adapted = _only_read_with(program, wide)
     wide |= adapted
 
@@ -410,31 +353,35 @@ def keep_double_program(traced: Traced) -> Traced:
         tensors = traced.flatten_inputs(args, kwargs)
         return [x.double() if x.is_floating_point() else x for x in tensors]
 
-    constants = {name: _widen_float(x) if name in adapted else x for name, x in traced.constants.items()}
+    constants = {name: widen_float(x) if name in adapted else x for name, x in traced.constants.items()}
     program = replace(program, values=values, layers=layers, hoisted=widen_ops(program.hoisted))
     return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
 
 
-def needs_wide_integers(traced: Traced) -> bool:
-    """Whether what is cast of integers must become float64 where it becomes float32 on one device.
+def followed_by(traced: Traced) -> Follows:
+    """What else must become float64 on one device, where it becomes float32.
 
-    The model casts it to the dtype of its parameters before a product.  In the trace that was no cast, and a product of
-    float32 and float64 is none.
+    The model casts what it computes of integers, or creates, to the dtype of its parameters before a product.  In the
+    trace that was no cast, and a product of float32 and float64 is none.
     """
     program = traced.program
     wide = _wide_values(program, follows_integers=False)
     wide |= _only_read_with(program, wide)
     products = (op for op in _all_ops(program) if op.target.split(".")[1] in _OF_EQUAL_DTYPES)
-    return any(
+    has_mixed = any(
         program.values[name].type.is_floating and name not in wide
         for op in products
         if not wide.isdisjoint(op.results)
         for name in op.operands
     )
+    floating = {value.type.dtype for value in program.values.values() if value.type.is_floating}
+    return Follows(integers=has_mixed, is_of_float32=floating == {"float32"})
 
 
 def _wide_values(program: Program, *, follows_integers: bool) -> set[str]:
-    """What becomes float64; with `follows_integers` also what is cast of integers that are computed from inputs."""
+    """What becomes float64; with `follows_integers` also what is cast of integers that are computed from inputs, and
+    computed of them with constants.
+    """
     wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
     followed = set(wide)
     for op in _all_ops(program):
@@ -442,9 +389,15 @@ def _wide_values(program: Program, *, follows_integers: bool) -> set[str]:
             continue
         followed.update(op.results)
         is_wide = any(name in wide and program.values[name].type.is_floating for name in op.operands)
-        if is_wide or (follows_integers and _is_cast_of_integers(op, program)):
+        if is_wide or (follows_integers and (_is_cast_of_integers(op, program) or _reads_constants(op, program))):
             wide.update(op.results)
     return wide
+
+
+def _reads_constants(op: Op, program: Program) -> bool:
+    """Whether the op has floating operands, and all of them are constants."""
+    floating = [program.values[name] for name in op.operands if program.type_of(name).is_floating]
+    return bool(floating) and all(value.role == "constant" for value in floating)
 
 
 def _all_ops(program: Program) -> Iterator[Op]:
@@ -452,20 +405,25 @@ def _all_ops(program: Program) -> Iterator[Op]:
 
 
 def _only_read_with(program: Program, wide: Set[str]) -> set[str]:
-    """The constants and casts of integers, not in `wide`, that are only read together with `wide` values.
+    """The constants, casts of integers and tensors that an op creates, not in `wide`, that are only read together with
+    `wide` values.
 
-    Some ops need operands of equal dtypes (a loss with weights).
+    Some ops need operands of equal dtypes (a loss with weights), or write to the first one.
     """
-    casts = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program)}
-    names = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
+    made = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program) or _is_creation(op, program)}
+    names = {name for name, value in program.values.items() if value.role == "constant" or name in made} - wide
     for op in _all_ops(program):
-        if wide.isdisjoint(op.operands):
+        if wide.isdisjoint((*op.operands, *op.results)):
             names.difference_update(op.operands)
     return names
 
 
 def _is_cast_of_integers(op: Op, program: Program) -> bool:
     return op.target == "aten._to_copy.default" and not program.type_of(op.operands[0]).is_floating
+
+
+def _is_creation(op: Op, program: Program) -> bool:
+    return len(op.results) == 1 and not op.operands and program.type_of(op.results[0]).is_floating
 
 
 def _widen_value(value: Value) -> Value:
@@ -475,6 +433,8 @@ def _widen_value(value: Value) -> Value:
 
 
 def _widen_op(op: Op) -> Op:
+    if not op.operands and "dtype" not in dict(op.kwargs):  # else the default
+        op = replace(op, kwargs=(*op.kwargs, ("dtype", "torch.float64")))
     return replace(op.map_args(_widen_arg), options=tuple(map(_widen_option, op.options)))
 
 

@@ -168,7 +168,7 @@ class OnlyFloat32(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float64:
+        if x.element_size() == 8:  # as a kernel sees it: `x.dtype` is what it is where the model was traced
             raise RuntimeError("Expected a type of float32")
         return self.linear(x).sum()
 

@@ -53,6 +53,25 @@ def test_writes_to_parameters_say_where_to_make_them(call: Call) -> None:
         trace(Network(call), (ROWS,), {})
 
 
+def scales_by_the_first_batch(net: Any, x: Tensor) -> Tensor:
+    h = net.linear(x)
+    if not net.is_set:
+        net.scale.data.copy_(1 / h.detach().std())
+        net.is_set.fill_(True)
+    return h * net.scale
+
+
+def test_parameters_that_the_first_batch_sets_are_set_before() -> None:
+    model = Network(scales_by_the_first_batch)
+    model.register_buffer("is_set", torch.tensor(False))
+    with pytest.raises(TraceError, match=r"'scale' .*buffer 'is_set' says, call the model before parallelize"):
+        trace(model, (ROWS,), {})
+    with torch.no_grad():
+        expected = model(ROWS)
+    (found,), _ = interpret(trace(model, (ROWS,), {}), model, [ROWS])
+    torch.testing.assert_close(found, expected)
+
+
 def other_shape(net: Any, x: Tensor) -> Tensor:
     net.sums.data = x
     return net.linear(x) + net.sums

@@ -229,7 +229,9 @@ def make_store(
 def _stored(
     module: nn.Module, stages: StageMap, layouts: Mapping[str, Layout], sizes: tuple[int, ...]
 ) -> dict[str, Stored]:
-    """Every parameter of `module` by name; one that no layer reads is whole, on the first group."""
+    """Every parameter of `module` by name; one that no layer reads is whole, on all groups: a call may have any stage
+    read it, as those of heads of other tasks.
+    """
     program = stages.program
     first_name = canonical_names(module)
     unknown = sorted(set(program.parameters.values()) - first_name.keys() - {n for n, _ in module.named_buffers()})
@@ -246,7 +248,7 @@ def _stored(
         shape = tuple(parameter.shape)
         stored[name] = Stored(
             name, layout_of.get(first, whole), shape, _row_major(parameter), parameter.dtype,
-            groups_of.get(first, (0,)), first in tied,
+            groups_of.get(first, tuple(range(stages.plan.num_groups))), first in tied,
         )  # fmt: skip
     return stored
 

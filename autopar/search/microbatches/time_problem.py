@@ -60,7 +60,7 @@ def build_problem(program: Program, num_microbatches: int, per_microbatch: Seque
     for layer in program.layers:
         names = _layer_variables(layer)
         for name, variable in names.items():
-            if program.values[name].requires_grad:
+            if name in program.with_gradient:
                 problem.differentiable.add(variable)
         for position, name in enumerate(layer.inputs):
             target = (layer.kind, "input", position, 0)

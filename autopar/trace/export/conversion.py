@@ -277,7 +277,7 @@ def _ends(
             written = input_names.get(str(spec.target)) or _member(spec.target)
             is_parameter = spec.kind is OutputKind.PARAMETER_MUTATION
             instead = (
-                f"do it in the training loop after optimizer.step(): with torch.no_grad(): model.{written}.clamp_(0, 1)"
+                _instead_of_parameter(written, captured)
                 if is_parameter
                 else "work on a copy (x = x.clone()) or register a buffer"
             )
@@ -286,6 +286,17 @@ def _ends(
                 f"can be written to: {instead}"
             )
     return tuple(outputs), updates
+
+
+def _instead_of_parameter(name: str, captured: Captured) -> str:
+    """What to do instead of writing to the parameter in forward."""
+    flags = dict.fromkeys(flag for question in captured.questions for flag in question.names)
+    if flags:
+        return (
+            f"if it does so in its first call only, as buffer {' or '.join(map(repr, flags))} says, call the model "
+            "before parallelize, on every rank with the same batch: with torch.no_grad(): model(batch)"
+        )
+    return f"do it in the training loop after optimizer.step(): with torch.no_grad(): model.{name}.clamp_(0, 1)"
 
 
 def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:

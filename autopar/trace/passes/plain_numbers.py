@@ -8,6 +8,7 @@ microbatches from passing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ from autopar.trace.graph import Graph
 from autopar.trace.passes.cleanup import bypass
 from autopar.trace.passes.rewrites import Writer, rewrite
 
-__all__ = ["rewrite_created_like", "rewrite_number_terms"]
+__all__ = ["is_unlike", "rewrite_created_like", "rewrite_number_terms"]
 
 _SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
 _DIFFERENCES = ("aten.rsub.Scalar", "aten.rsub.Tensor")
@@ -91,7 +92,12 @@ def _is_unlike(op: Op, given: TensorType, made: TensorType) -> bool:
         return False
     if packet_name(op.target).endswith("_like"):  # dims are split as the operand's are
         return made.shape == ()
-    return len(given.shape) != len(made.shape) or all(a != b for a, b in zip(given.shape, made.shape, strict=True))
+    return is_unlike(given.shape, made.shape)
+
+
+def is_unlike(given: Sequence[int], made: Sequence[int]) -> bool:
+    """Whether ``x.new_zeros(made)`` of an x of shape `given` has no dim that is split as one of x is."""
+    return len(given) != len(made) or all(a != b for a, b in zip(given, made, strict=True))
 
 
 def _number(value: Arg) -> float | None:

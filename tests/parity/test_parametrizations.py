@@ -1,0 +1,31 @@
+"""Weights that are computed of parameters train as on one device, in microbatches too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.zoo import assert_parity, forced_plan, trained_alone
+
+
+class Orthogonal(nn.Module):
+    """A product of reflections, which is turned by the signs of the parameter's diagonal: integers have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="householder")
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """[batch, 8], [batch] -> a scalar."""
+        return nn.functional.cross_entropy(self.head(self.body(x).tanh()), labels)
+
+
+def test_signs_of_a_parameter_are_whole_in_every_microbatch() -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(8, 8).double(), "labels": torch.randint(4, (8,))}
+    who = trained_alone(Orthogonal().double(), inputs)
+    plan = forced_plan(who.traced.program, 2, "microbatches=2")
+    assert plan.num_microbatches == 2
+    assert_parity(who, plan)
