@@ -23,8 +23,8 @@ Array = npt.NDArray[np.float64]
 
 # Searches for longer chains, each of which costs as much as simulating the schedule: the fewest, which large schedules
 # get; the most; nodes visited in all of them together (150,000 are about 0.1 s); and how many there are for each linear
-# program, which costs as much as several.  Of 405B on 512 devices with 64 stages in 16 to 64 microbatches, bounds by the
-# second kind are 1 to 2 % higher.
+# program, which costs as much as several.  Of 405B on 512 devices with 64 stages in 16 to 64 microbatches, bounds by
+# the second kind are 1 to 2 % higher.
 _ROUNDS = ((4, 24, 150_000, 1), (24, 120, 1_000_000, 20))
 _AIM = 0.3  # where between the least that the chains so far allow and the shortest step so far the next is hoped for
 _LEAST_SHARE = 1e-4  # of a stage
