@@ -21,14 +21,13 @@ __all__ = ["SchedulePaths", "moments", "schedule_paths"]
 
 Array = npt.NDArray[np.float64]
 
-# The costs for which the longest chains are searched: a backward takes twice the forward, half of it for parameters,
-# and sends take almost no time.
-_TYPICAL_COST = StageCost(1.0, 2.0, 1.0, 1e-6, 1e-6)
-
-
-_ROUNDS = 24  # searches for longer chains: each costs as much as simulating the schedule
-_FEW_ROUNDS = 4  # for large schedules: 20 more raised bounds of zbv with 64 stages by 0.5 %, of 1F1B with 32 by 1 %
-_MAX_NODES = 150_000  # visited in all rounds together beyond `_FEW_ROUNDS`: about 0.1 s
+# Searches for longer chains, each of which costs as much as simulating the schedule: the fewest, which large schedules
+# get; the most; nodes visited in all of them together (150,000 are about 0.1 s); and how many there are for each linear
+# program, which costs as much as several.  Of 405B on 512 devices with 64 stages in 16 to 64 microbatches, bounds by
+# the second kind are 1 to 2 % higher.
+_ROUNDS = ((4, 24, 150_000, 1), (24, 120, 1_000_000, 20))
+_AIM = 0.3  # where between the least that the chains so far allow and the shortest step so far the next is hoped for
+_LEAST_SHARE = 1e-4  # of a stage
 _TOLERANCE = 1e-3  # relative: smaller gains of a bound are not worth another chain
 # Kind of action -> changes of the numbers of microbatches between forward and backward, and between I and W.
 _CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
@@ -66,16 +65,26 @@ class _DependencyGraph(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def schedule_paths(actions: ScheduleActions, num_stages: int) -> SchedulePaths:
+def schedule_paths(
+    actions: ScheduleActions, num_stages: int, *, splits: bool = True, is_thorough: bool = False
+) -> SchedulePaths:
     """Chains whose longest one is a good lower bound for many distributions of work over the stages.
 
     For each stage they include the longest chain to its first forward that then stays on its device group, the one that
     stays there up to its last backward, and the longest ones through either of these actions.  Further ones are the
     longest chains where work is distributed over the stages as is best by the chains so far; and those that begin with
     the first action of a device group, which may wait for something else than other groups (its parameters).
+
+    Args:
+        actions: the schedule.
+        num_stages: its stages.
+        splits: whether layers split their backward where the schedule does; else all of it is in I, as of compiled
+            layers, and W takes no time.  All chains hold whatever layers take, but few are the longest for both.
+        is_thorough: whether to look for more of them, which takes up to ten times as long.
     """
     graph = _build_graph(actions)
-    cost_s = seconds_of(_TYPICAL_COST)
+    # A backward takes twice the forward, half of it for parameters, and sends take almost no time.
+    cost_s = seconds_of(StageCost(1.0, 2.0, 1.0 if splits else 0.0, 1e-6, 1e-6))
     node_s = [cost_s[cost % len(COSTS)] for cost in graph.costs]
     previous, following = _longest(node_s, graph.inputs)[0], _longest_onwards(node_s, graph.readers)
     chains: set[bytes] = set()
@@ -90,7 +99,9 @@ def schedule_paths(actions: ScheduleActions, num_stages: int) -> SchedulePaths:
         for middle in (nodes[:1], nodes[: last + 1]):
             alone.append(_count(graph, [*middle, *_follow(following, middle[-1])], num_stages))
     counts = np.stack([np.frombuffer(chain) for chain in sorted(chains)]).reshape(-1, num_stages, len(COSTS))
-    counts = _with_longest(graph, counts, np.array(cost_s))
+    fewest, most, num_nodes, in_program = _ROUNDS[is_thorough]
+    rounds = max(fewest, min(most, num_nodes // len(graph.costs)))
+    counts = _with_longest(graph, counts, np.array(cost_s), rounds, in_program)
     begins = np.concatenate([np.full(len(counts), _first_group(graph)), np.repeat(np.arange(len(actions)), 2)])
     counts = np.concatenate([counts, np.stack(alone).reshape(-1, num_stages, len(COSTS))])
     work = np.zeros((len(counts), len(actions)))
@@ -150,25 +161,34 @@ def _build_graph(actions: ScheduleActions) -> _DependencyGraph:
     return graph
 
 
-def _with_longest(graph: _DependencyGraph, counts: Array, cost_s: Array) -> Array:
-    """The chains, and the longest ones where work is distributed so that the longest chain so far is shortest."""
+def _with_longest(graph: _DependencyGraph, counts: Array, cost_s: Array, rounds: int, in_program: int) -> Array:
+    """The chains, and the longest ones where work is distributed so that the longest chain is nearly the shortest.
+
+    The best shares for the chains so far jump between extremes, so each linear program is followed halfway; between two
+    of them work is moved off the longest chain, in steps of Polyak's length for subgradients.
+    """
     num_stages = counts.shape[1]
     stages, kinds = (np.array(graph.costs) // len(COSTS)), (np.array(graph.costs) % len(COSTS))
-    best_shares, best_s = np.full(num_stages, 1 / num_stages), np.inf
-    for _ in range(max(_FEW_ROUNDS, min(_ROUNDS, _MAX_NODES // len(graph.costs)))):
-        sums = counts @ cost_s
-        shares, _ = pack(sums, np.ones(len(counts)))
-        # Halfway to the shares whose exact step is shortest so far: the optimum of these chains alone jumps between
-        # extremes, and converges slowly.
-        shares = (shares / shares.sum() + best_shares) / 2
+    shares = best_shares = np.full(num_stages, 1 / num_stages)
+    least_s, best_s = 0.0, np.inf
+    for number in range(rounds):
+        sums_s, is_program = counts @ cost_s, number % in_program == 0
+        if is_program:
+            amounts = pack(sums_s, np.ones(len(counts)))[0]
+            least_s, shares = 1 / float(amounts.sum()), (amounts / amounts.sum() + best_shares) / 2
         chain, length_s = _longest_chain(graph, (shares[stages] * cost_s[kinds]).tolist())
         if length_s < best_s:
             best_shares, best_s = shares, length_s
-        if length_s <= float((sums @ shares).max()) * (1 + _TOLERANCE):
-            if np.abs(shares - best_shares).max() < _TOLERANCE:
-                break
-            continue
-        counts = np.concatenate([counts, _count(graph, chain, num_stages).reshape(1, num_stages, -1)])
+        own = _count(graph, chain, num_stages).reshape(1, num_stages, -1)
+        if length_s > float((sums_s @ shares).max()) * (1 + _TOLERANCE):
+            counts = np.concatenate([counts, own])
+        elif is_program and np.abs(shares - best_shares).max() < _TOLERANCE:
+            break
+        slope_s = own[0] @ cost_s - float((own[0] @ cost_s).mean())
+        if slope_s.any():
+            step = (length_s - least_s - _AIM * (best_s - least_s)) / float(slope_s @ slope_s)
+            shares = np.maximum(shares - step * slope_s, _LEAST_SHARE)
+            shares /= shares.sum()
     return counts
 
 

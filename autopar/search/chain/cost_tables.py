@@ -134,6 +134,11 @@ class CostTables:
         return {id(layer): layer for layer in self.layers}
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether any candidate's backward can be split."""
+        return any(bool(layer.weight_s.any()) for layer in self.distinct_layers.values())
+
+    @property
     def all_transfers(self) -> Iterator[Transfer]:
         """Those between neighbors, and the skips."""
         yield from (transfer for transfer in self.transfers if transfer is not None)

@@ -69,7 +69,8 @@ def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer, a
         ahead_s, back_s = np.min([*_op_seconds(context, problems, index)], axis=0)
         forward_s += float(ahead_s)
         backward_s += float(back_s)
-        weight_s += float(back_s) * weight_share(context.program, op)
+        if not context.request.training.compiled:  # whose backwards are not split
+            weight_s += float(back_s) * weight_share(context.program, op)
         again_s += float(ahead_s) * (index in again)
     backward_s += again_s
     nothing, only = np.zeros(2), np.zeros(2, dtype=np.intp)

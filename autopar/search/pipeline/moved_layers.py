@@ -101,7 +101,8 @@ def _longest_chains_s(pipeline: PipelineCandidate, starts: Indices) -> Array:
     """For each way to cut, the seconds of the longest chain, and of what its device group does once per step; without
     what moves between stages.
     """
-    chains = schedule_paths(pipeline.actions, pipeline.shape.num_stages)
+    splits = pipeline.choices.tables.splits_backward
+    chains = schedule_paths(pipeline.actions, pipeline.shape.num_stages, splits=splits)
     columns = path_columns(pipeline.choices.tables, pipeline.rows)
     inputs_s = columns.backward_s - columns.weight_s
     layers = np.stack([columns.forward_s, columns.backward_s, inputs_s, columns.weight_s, columns.step_s])

@@ -326,7 +326,7 @@ def search_pipelines(
         for shape, bound_s in bounds.items()
     ]
     idle = {shape: idle_of(shape, shape.actions(results.schedules)) for shape in shapes}
-    if not any(layer.weight_s.any() for layer in candidates.tables.layers):
+    if not candidates.tables.splits_backward:
         idle = {shape: each._replace(split_gain=0.0) for shape, each in idle.items()}
     guided = _guided_tables(candidates, replace(candidates.tables, limit_bytes=results.limit_bytes), idle)
     best_s, is_short = _look(guided, idle, demanded_cuts, results, enough_s)

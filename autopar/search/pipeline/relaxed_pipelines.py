@@ -37,6 +37,7 @@ Indices = npt.NDArray[np.intp]
 # Other multipliers that are tried: a hundred more raised 6.303 s of a 405B model on 16,384 devices to 6.315 s, and each
 # takes 10 to 30 ms for a hundred layers.
 _STEPS = 40
+_MOST_IDLE = 16  # of them in a row that gain nothing: the first gain came after up to 12
 # What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
 _AIM = 1.05
 _HOPELESS = 0.93  # of what is enough: bounds that began lower never got there
@@ -72,12 +73,28 @@ def relaxed_bounds(
     if shape.num_stages > len(tables.layers):
         yield math.inf
         return
-    problem = _Problem.of(tables, shape, actions, _most_layers(tables, shape, enough_s), cuts)
-    search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
-    search.improves(problem.first(enough_s))
+    best_s, most_layers = 0.0, _most_layers(tables, shape, enough_s)
+    for is_thorough in (False, True):
+        problem = _Problem.of(tables, shape, actions, most_layers, cuts, is_thorough=is_thorough)
+        search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
+        first_s = math.inf
+        for first_s in _first_bounds(problem, search):
+            best_s = max(best_s, first_s)
+            yield best_s
+        for bound_s in _stepwise_bounds(search):
+            best_s = max(best_s, bound_s)
+            yield best_s
+        # Where steps gain, it is not chains that are missing.
+        if not search.is_open or search.best_s > first_s * (1 + _NEARLY):
+            return
+
+
+def _first_bounds(problem: _Problem, search: MultiplierSearch) -> Iterator[float]:
+    """Ever larger bounds, by multipliers that are the best for layers like the most frequent one, or nearly so."""
+    search.improves(problem.first(search.possible_s))
     # Where all layers are not like one, prices of memory by that one may be far too high.
-    if search.is_open and math.isfinite(tables.limit_bytes):
-        search.improves(problem.first(enough_s, limited=False))
+    if search.is_open and math.isfinite(problem.tables.limit_bytes):
+        search.improves(problem.first(search.possible_s, limited=False))
     yield search.best_s
     # Shares for about the seconds that can be had.
     if search.is_open and search.improves(problem.first(search.best_s)):
@@ -88,8 +105,16 @@ def relaxed_bounds(
         if search.best_s <= before_s * (1 + _NEARLY):
             break
         yield search.best_s
+
+
+def _stepwise_bounds(search: MultiplierSearch) -> Iterator[float]:
+    """Ever larger bounds, by multipliers that are sought step by step."""
+    idle = 0
     for _ in range(_STEPS):
-        if search.is_open and search.improves(search.next()):
+        if not search.is_open or idle == _MOST_IDLE:
+            return
+        idle = 0 if search.improves(search.next()) else idle + 1
+        if not idle:
             yield search.best_s
 
 
@@ -139,9 +164,17 @@ class _Problem:
 
     @classmethod
     def of(
-        cls, tables: CostTables, shape: Shape, actions: ScheduleActions, most_layers: int, cuts: Sequence[int]
+        cls,
+        tables: CostTables,
+        shape: Shape,
+        actions: ScheduleActions,
+        most_layers: int,
+        cuts: Sequence[int],
+        *,
+        is_thorough: bool = False,
     ) -> _Problem:
-        chains = schedule_paths(actions, shape.num_stages)
+        splits = tables.splits_backward
+        chains = schedule_paths(actions, shape.num_stages, splits=splits, is_thorough=is_thorough)
         owner, in_flight = np.array(shape.groups, dtype=np.intp), moments(actions, shape.num_stages)
         groups = owner[in_flight.sum(axis=2).argmax(axis=1)]
         problem = cls(

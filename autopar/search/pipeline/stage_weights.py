@@ -60,7 +60,9 @@ class StageWeights:
         share: float,
     ) -> StageWeights:
         """With so large a part for the longest chain of these stages; `begins_s` as for `pipeline_step_s`."""
-        chains, owner, begin_s = schedule_paths(actions, shape.num_stages), np.array(shape.groups), np.array(begins_s)
+        splits = any(stage.weight_s for stage in stages)
+        chains = schedule_paths(actions, shape.num_stages, splits=splits)
+        owner, begin_s = np.array(shape.groups), np.array(begins_s)
         once_s = np.bincount(owner, [stage.step_s for stage in stages]) - begin_s
         chain_s = np.einsum("psk,sk->p", chains.counts, np.array([seconds_of(stage) for stage in stages]))
         longest = int((chain_s + begin_s[chains.begins] + once_s[chains.group]).argmax())
