@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
+from autopar.objects.outside_tensors import OutsideTensor
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
 from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
@@ -30,6 +31,7 @@ from autopar.trace.module_attributes.attribute_reads import Reads, recorded_read
 from autopar.trace.module_attributes.held_members import HeldMembers
 from autopar.trace.module_attributes.hooked_tensors import notes_on_kept_tensors
 from autopar.trace.module_attributes.model_copies import copy_with
+from autopar.trace.module_attributes.outside_reads import OutsideReads
 from autopar.trace.python_values.asked_values import AskedValues, Questions
 from autopar.trace.python_values.host_draws import refuse_host_draws
 from autopar.trace.python_values.read_inputs import (
@@ -94,6 +96,7 @@ class Captured:
         answers: what follows from inputs and is constant in the graph.
         asked: lines that ask for what could be such a constant.
         questions: what was asked of buffers, with the answers that are constant in the graph.
+        outside: what it read that is not the model's, and is constant in the graph.
     """
 
     exported: Functional
@@ -108,6 +111,7 @@ class Captured:
     answers: tuple[ReadValues, ...] = ()
     asked: frozenset[str] = frozenset()
     questions: tuple[BufferQuestion, ...] = ()
+    outside: tuple[OutsideTensor, ...] = ()
 
 
 class _Wrapper(nn.Module):
@@ -136,7 +140,7 @@ class _Wrapper(nn.Module):
             with (
                 written_assignments(self.get_submodule(WRAPPED)),
                 features_in_order(order),
-                RepeatedCalls(),
+                RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),
                 PastAutograd(training=self.training),
@@ -175,6 +179,7 @@ class _Records:
     items: list[str] = field(default_factory=list[str])
     read: tuple[int, ...] = ()
     converted: dict[int, Names] = field(default_factory=dict[int, Names])
+    outside: OutsideReads = field(default_factory=OutsideReads)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -269,6 +274,7 @@ def _capture_once(
     return Captured(
         exported, wrapper.records.outputs, classes, names, own, notes, frozenset(reads.found), records.assigned,
         records.changed, tuple(questions.reads.values()), questions.asked_in(exported.graph), of_buffers,
+        records.outside.tensors(wrapper.get_submodule(WRAPPED)),
     )  # fmt: skip
 
 
