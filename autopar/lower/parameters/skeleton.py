@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
+from autopar.objects.compiled_modules import CompiledPart, is_compiled
 from autopar.objects.references import redirect, refers
 
 __all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
@@ -109,7 +110,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
 
 def _submodule(original: nn.Module) -> nn.Module:
     """A module of the same type that has nothing yet, and takes no hooks."""
-    made: Any = object.__new__(type(original))
+    made: Any = object.__new__(CompiledPart if is_compiled(original) else type(original))
     nn.Module.__init__(made)
     made.__dict__["_apply"] = MethodType(_apply_checked, made)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
