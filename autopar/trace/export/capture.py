@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError, also_caught_as
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
 from autopar.objects.outside_tensors import OutsideTensor
 from autopar.trace.calls.model_outputs import AssignedAttribute
@@ -416,7 +416,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
             "it with register_buffer, or make it in forward"
         )
     if where and not type(cause).__module__.startswith("torch."):
-        return ExampleInputsError(
+        return also_caught_as(ExampleInputsError, cause)(
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
             f"{form.inputs_text} and is called as {form.signature_text}"
         )
