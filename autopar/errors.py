@@ -186,15 +186,13 @@ def also_caught_as(kind: type[AutoparError], cause: BaseException) -> type[Autop
 
 
 @cache
-def _joined(kind: type[AutoparError], base: type[BaseException]) -> Any:
-    members = {
-        "__doc__": kind.__doc__,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__str__": Exception.__str__,  # that of a KeyError is quoted
-        "__reduce__": lambda error: (_rebuilt, (kind, base, error.args), vars(error)),
-    }
-    return type(kind.__name__, (kind, base), members)
+def _joined(kind: type[AutoparError], base: type[BaseException]) -> type[AutoparError]:
+    def reduce(error: AutoparError) -> tuple[Any, ...]:
+        return _rebuilt, (kind, base, error.args), vars(error)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    text = {"__str__": Exception.__str__}  # that of a KeyError is quoted
+    return type(kind.__name__, (kind, base), {**names, **text, "__reduce__": reduce})
 
 
 def _rebuilt(kind: type[AutoparError], base: type[BaseException], args: tuple[Any, ...]) -> AutoparError:
