@@ -36,7 +36,8 @@ def save_own_parts(root: nn.Module) -> None:
 
     These are ordinary DTensors of the stage's ranks: torch.distributed.checkpoint saves each from its own ranks.
     """
-    for _, module in named_parts(root):
+    for _, part in named_parts(root):
+        module: Any = part
         module.register_state_dict_post_hook(_keep_own_parts)
 
 
