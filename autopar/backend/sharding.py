@@ -169,12 +169,16 @@ def _reader(name: str) -> property:
 def _replace_in_optimizer(
     optimizer: torch.optim.Optimizer, made: Mapping[int, nn.Parameter], shards: Mapping[int, Shard]
 ) -> None:
-    """New parameters in its groups, and what it keeps of one element each is sharded as they are."""
+    """New parameters in its groups, and what it keeps of one element each is sharded as they are.
+
+    Lists and dicts stay the same objects: L-BFGS has a group's list as an attribute, and its state in a variable while
+    its step calls the closure.
+    """
     for group in optimizer.param_groups:
-        group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+        group["params"][:] = [made.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in made]:
         state = cast("dict[str, Any]", optimizer.state.pop(parameter))
-        optimizer.state[made[id(parameter)]] = {
-            key: shards[id(parameter)](x) if isinstance(x, Tensor) and x.ndim and x.shape == parameter.shape else x
-            for key, x in state.items()
-        }
+        optimizer.state[made[id(parameter)]] = state
+        for key, x in state.items():
+            if isinstance(x, Tensor) and x.ndim and x.shape == parameter.shape:
+                state[key] = shards[id(parameter)](x)

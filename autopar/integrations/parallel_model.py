@@ -20,6 +20,7 @@ from autopar.api import parallelize
 from autopar.errors import TrainerError
 from autopar.lower import ParallelModule
 from autopar.lower.kernels.random import generators_kept
+from autopar.objects.compiled_modules import uncompiled
 
 _DCP: Any = dcp  # incomplete annotations
 
@@ -140,7 +141,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
             f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare(), or "
             "to the trainer, before its first step"
         )
-    names = {id(p): name for name, p in original.named_parameters(remove_duplicate=False)}
+    names = {id(p): name for name, p in uncompiled(original).named_parameters(remove_duplicate=False)}
     own = dict(parallel.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
@@ -149,7 +150,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
                 "make it of model.parameters() of the one model that is passed with it"
             )
-        group["params"] = [own[names[id(p)]] for p in group["params"]]
+        group["params"][:] = [own[names[id(p)]] for p in group["params"]]  # L-BFGS has the list as an attribute, too
 
 
 def share_draws() -> None:

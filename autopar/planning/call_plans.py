@@ -351,5 +351,5 @@ def executable_of(traced: Traced, plan: Plan, *, keeps_copies: bool = False) -> 
     return Executable(
         traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies,
         read_values=frozenset(traced.read_values), computed_values=computed_texts(traced.computed_values),
-        questions=traced.questions,
+        questions=traced.questions, outside=traced.outside,
     )  # fmt: skip

@@ -114,7 +114,7 @@ def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram,
     program = reading_last_entry(long.program, known.last)
     return Executable(
         program, plan, long.constants, flatten, long.unflatten_outputs, cuts=cuts, form=form,
-        read_values=frozenset(long.read_values), questions=long.questions,
+        read_values=frozenset(long.read_values), questions=long.questions, outside=long.outside,
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fil
     cuts = _always(known.cuts)
     return Executable(
         long.program, plan, long.constants, flatten, short.unflatten_outputs, cuts=cuts, form=form,
-        read_values=frozenset(short.read_values), questions=short.questions,
+        read_values=frozenset(short.read_values), questions=short.questions, outside=long.outside,
     )  # fmt: skip
 
 

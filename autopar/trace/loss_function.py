@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
+from autopar.objects.compiled_modules import uncompiled
 from autopar.trace.calls.loss_output import without_loss
 from autopar.trace.calls.signature import as_batch, bind, check_model, default_example_inputs, signature_text
 from autopar.trace.compat import torch_internals
@@ -41,6 +42,8 @@ def put_loss_inside(
 ) -> tuple[nn.Module, Sequence[Any] | Mapping[str, Any] | None]:
     """The model and example inputs to work with: with `loss_fn`, a twin that takes the target and returns the loss.
 
+    Of a model that ``torch.compile`` wraps it is the one inside: a plan says whether its layers are compiled.
+
     ``twin(*inputs, target=target)`` is ``loss_fn(model(*inputs), target)``, where a tuple or list of targets becomes
     several positional arguments and a dict keyword arguments; ``twin(*inputs)`` is ``model(*inputs)``.
 
@@ -49,6 +52,7 @@ def put_loss_inside(
         ModelError: the model is no module, or parallel already.
         ExampleInputsError: there is only one of `loss_fn` and `example_target`, or the example inputs are of no form.
     """
+    model = uncompiled(model)
     check_model(model)
     example_inputs = as_batch(example_inputs)
     if loss_fn is None:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceE
 from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
 from autopar.objects.buffer_questions import BufferQuestion
+from autopar.objects.outside_tensors import OutsideTensor
 from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.variants.logits import in_pieces
@@ -82,6 +83,7 @@ class Traced:
         read_values: inputs with whose values it was traced, as its calls must have them.
         computed_values: what follows from inputs, with whose values it was traced, likewise.
         questions: what forward asks of buffers in Python, with the answers that they must give at a call.
+        outside: what it reads that is not the model's, and is constant in the program.
     """
 
     program: Program
@@ -92,6 +94,7 @@ class Traced:
     read_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
     computed_values: tuple[ComputedValues, ...] = ()
     questions: tuple[BufferQuestion, ...] = ()
+    outside: tuple[OutsideTensor, ...] = ()
 
     def in_pieces(self, tokens: int) -> Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
@@ -208,7 +211,7 @@ def trace(
     unflatten = ModelOutputs(captured.outputs, captured.assigned)
     return Traced(
         program, graph.constants, make_flatten(form), unflatten, captured.reads, form.read_values, form.computed_values,
-        captured.questions,
+        captured.questions, tuple(each for each in captured.outside if not each.is_attribute),
     )  # fmt: skip
 
 
@@ -284,7 +287,7 @@ def _capture_once(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any]
 ) -> tuple[Captured, Graph, CallForm]:
     captured = _with_changes(capture(model, form, tensors, **how), partial(capture, model, form, tensors, **how))
-    graph = _convert(captured, form, tensors)
+    graph = _convert(captured, form, tensors, training=how["training"])
     return captured, graph, replace(form, reads=(*form.reads, *captured.answers))
 
 
@@ -341,9 +344,9 @@ def _is_repeated(captured: Captured, capture_again: Callable[..., Captured]) -> 
     return False
 
 
-def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor]) -> Graph:
+def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor], *, training: bool) -> Graph:
     try:
-        return convert(captured, form.names)
+        return convert(captured, form.names, training=training)
     except TraceError as error:
         exported = captured.exported
         names = [spec.arg.name for spec in exported.inputs if spec.kind is InputKind.USER_INPUT]

@@ -142,6 +142,33 @@ def test_trains_as_a_single_device_on_a_part_of_each_parameter(trained: Any, nam
     assert found["microbatches"] == (2.0 if name == "microbatches" else 1.0)
 
 
+def step_by_closure() -> float:
+    """The largest difference from a single device, where the first call that trains is made by an optimizer's step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = Mlp()
+    model = copy.deepcopy(single)
+    (batch,) = vector_batches((4,))
+    for owner, run in ((model, compile_for(model, make_mesh(), "data=2", "zero=3", shard=True)), (single, single)):
+        optimizer = torch.optim.LBFGS(owner.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+        def closure(optimizer: Any = optimizer, run: Any = run) -> Tensor:
+            optimizer.zero_grad()
+            loss = models.loss_outside(run, batch)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return largest_difference([*model.parameters()], [*single.parameters()])
+
+
+@pytest.mark.slow
+def test_the_step_of_lbfgs_may_be_what_shards() -> None:
+    assert max(run_ranks(step_by_closure, 2, timeout_s=200)) < 1e-5
+
+
 def resume(folder: str, first: int) -> list[float]:
     """Losses of the steps from `first`; 0 saves after two steps, under the original names."""
     torch._dynamo.reset()

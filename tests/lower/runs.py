@@ -42,7 +42,7 @@ def executable(traced: Traced, plan: Plan) -> Executable:
     """What `lower` takes."""
     return Executable(
         traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs,
-        questions=traced.questions,
+        questions=traced.questions, outside=traced.outside,
     )  # fmt: skip
 
 

@@ -58,6 +58,9 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "out": lambda p, x: torch.mul(p.detach(), 2, out=torch.empty_like(x)),
     "gradient in anomaly detection": lambda p, x: looked_at(p),
     "gradient that a hook masks": lambda p, x: (p.register_hook(lambda g, keep=x > 0: g * keep), p * x)[1],
+    "a count and more": lambda p, x: ((p > 0).sum() + 1) + (p < 1).sum(),
+    "more and a count": lambda p, x: (p < 1).sum() + ((p > 0).sum() + 1),
+    "share of counts": lambda p, x: (p > 0).sum() / ((p < 1).sum() + 1),
 }
 """Of a parameter and a plain tensor of its shape."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, MeshError, RankError
+from autopar.errors import AutoparError, MeshError, RankError, also_caught_as
 from autopar.lower.communication.failures import StepMemoryError, is_out_of_memory
 
 __all__ = ["agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
@@ -102,12 +102,14 @@ def is_own_error(error: Exception) -> bool:
 
 
 def portable(error: BaseException | None) -> Exception | None:
-    """`error` as something that pickles: its own kind if it is ours, else an AutoparError with its text."""
+    """`error` as something that pickles: its own kind if it is ours, else an AutoparError with its text that is caught
+    as it would be.
+    """
     if error is None or isinstance(error, AutoparError):
         return error
     if is_out_of_memory(error):
         return StepMemoryError(f"{error}")
-    return AutoparError(f"{type(error).__name__}: {error}")
+    return also_caught_as(AutoparError, error)(f"{type(error).__name__}: {error}")
 
 
 def _raise_foreign(errors: list[Exception | None]) -> None:

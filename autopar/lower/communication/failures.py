@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from autopar.errors import AutoparError, PipelineError, RankError
+from autopar.errors import AutoparError, PipelineError, RankError, also_caught_as
 from autopar.schedules.action_lists import Action
 
 __all__ = ["StepMemoryError", "is_out_of_memory", "naming_failures"]
@@ -33,8 +33,8 @@ def naming_failures(who: str, action: Action | str) -> Generator[None]:
 
     Raises:
         StepMemoryError: memory ran out inside.
-        PipelineError: something else was raised inside, which is its cause, a lost rank for instance; another
-            `AutoparError` passes as it is, with a note.
+        PipelineError: something else was raised inside, which is its cause, a lost rank for instance, and as which it
+            is caught, too; another `AutoparError` passes as it is, with a note.
     """
     where = f"stage {action.stage}, action {action}" if isinstance(action, Action) else action
     try:
@@ -47,7 +47,7 @@ def naming_failures(who: str, action: Action | str) -> Generator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise StepMemoryError(f"{who} failed in {where}: {error}") from error
-        raise PipelineError(
+        raise also_caught_as(PipelineError, error)(
             f"{who} failed in {where}: {type(error).__name__}: {error}\nThe step can't be finished. If every rank "
             "catches this, they may call the model again; else end all processes and start again from the last "
             "checkpoint."

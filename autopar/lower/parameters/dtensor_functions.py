@@ -173,7 +173,24 @@ def _compute(call: FunctionCall) -> Any:
     if any(stages_of(x) is not None for x in call.known):
         return _on_stages(call)
     is_whole = call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed())
-    return _on_whole(call) if is_whole else _natively(call)
+    return _on_whole(call) if is_whole else _natively(_with_whole_counts(call))
+
+
+def _with_whole_counts(call: FunctionCall) -> FunctionCall:
+    """The same with pending sums of integers finished, where there are other tensors.
+
+    torch brings a whole one and a pending sum together by dividing the whole one, which makes an integer a float32.
+    """
+    pending = {id(x) for x in call.known if _is_pending_count(x)} if len(call.known) > 1 else set[int]()
+    if not pending:
+        return call
+    args, kwargs = map_leaves(lambda x: _replicated(x) if id(x) in pending else x, (call.args, dict(call.kwargs)))
+    tensors = find_tensors((*args, *kwargs.values()))
+    return FunctionCall(call.function, args, kwargs, tensors, [x for x in tensors if isinstance(x, DTensor)])
+
+
+def _is_pending_count(x: DTensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) and any(each.is_partial() for each in x.placements)
 
 
 def _on_stages(call: FunctionCall) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
+from autopar.objects.compiled_modules import CompiledPart, is_compiled
 from autopar.objects.references import redirect, refers
 
-__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
+__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "named_parts", "state_names"]
 
 # What would run the original's code, and what each module makes for itself.
 _NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl"})
@@ -91,7 +92,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
             modules and tensors of `source` become those of `target`, in lists, dicts and bound methods, too.
     """
     ids: dict[int, Any] = {} if memo is None else memo
-    pairs = list(zip(nn.Module.modules(source), nn.Module.modules(target), strict=True))
+    pairs = [(old, new) for (_, old), (_, new) in zip(named_parts(source), named_parts(target), strict=True)]
     parameters: dict[int, tuple[Any, Any]] = {}
     for old, new in pairs:
         ids[id(old)] = new
@@ -107,9 +108,27 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
                 vars(new)[name] = redirect(made, ids) if memo is None or refers(made, ids) else made
 
 
+def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules()``, without their hashes: that of a metric of torchmetrics reads attributes, which a module
+    that is being made does not have yet.
+    """
+    seen: set[int] = set()
+
+    def walk(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        yield name, part
+        for own, child in module_tables(part).children.items():
+            if child is not None:
+                yield from walk(child, f"{name}.{own}" if name else own)
+
+    return walk(module, "")
+
+
 def _submodule(original: nn.Module) -> nn.Module:
     """A module of the same type that has nothing yet, and takes no hooks."""
-    made: Any = object.__new__(type(original))
+    made: Any = object.__new__(CompiledPart if is_compiled(original) else type(original))
     nn.Module.__init__(made)
     made.__dict__["_apply"] = MethodType(_apply_checked, made)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

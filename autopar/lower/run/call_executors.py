@@ -19,6 +19,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
 from autopar.objects.buffer_questions import questions_text
+from autopar.objects.outside_tensors import OutsideTensor
 from autopar.plan import Plan
 
 __all__ = ["MOST_FORMS", "CallExecutors", "ExecutablePlanner", "PlannedCall"]
@@ -154,13 +155,14 @@ class CallExecutors:
         Raises:
             LossError: the target is missing, in training.
             InputShapeError: the inputs are others than planned for, and there is no planner.
-            ModelError: an attribute that forward reads is an object now.
+            ModelError: an attribute that forward reads is an object now, or what it reads elsewhere has changed.
         """
         settings = self.attributes.usable_settings()
         known = self._look_up(args, kwargs, settings, is_training=is_training, part=part)
         if known is None:
             return None
         call, executor, tensors = known
+        _check_outside(executor.executable.outside, call.calls)
         call.calls += 1
         self.answers.count(executor.executable.questions)
         if is_training and not part:
@@ -337,3 +339,20 @@ def _no_planner(part: str) -> SubmoduleError:
         f"{part!r} is part of a parallelized model that was lowered without a planner, and does not run alone: call "
         "the whole model"
     )
+
+
+def _check_outside(tensors: Sequence[OutsideTensor], num_calls: int) -> None:
+    """Raise ModelError if one is no longer what it is in a program that has run `num_calls` times.
+
+    Entries are read after 0, 1, 2, 4, 8, ... calls: a few times in a training run, and often enough in its first steps
+    to find what a script writes to in every step.
+    """
+    reads_entries = num_calls & (num_calls - 1) == 0
+    for each in tensors:
+        if each.is_changed(reads_entries=reads_entries):
+            raise ModelError(
+                f"{each.where}: forward reads a tensor ({each.text}) that is not the model's, but that of a global "
+                "variable or another object. So it is a constant of the program, and it has changed since that was "
+                "traced. Before autopar.parallelize, make its module a submodule (self.teacher = teacher), with "
+                "requires_grad_(False) if the optimizer doesn't train it, or register_buffer it; or pass it to the call"
+            )

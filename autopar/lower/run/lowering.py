@@ -24,6 +24,7 @@ from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.tail import Tail
 from autopar.objects.buffer_questions import BufferQuestion
+from autopar.objects.outside_tensors import OutsideTensor
 from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, refine_layout, refine_mesh, reshard
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
@@ -70,6 +71,7 @@ class Executable(NamedTuple):
         read_values: inputs of which `flatten_inputs` takes one value each only.
         computed_values: what follows from inputs, and of which it takes one value each only: what it is, and the value.
         questions: what forward asks of buffers, with the answers that the program was traced with.
+        outside: what forward reads that is not the model's, as it was then.
     """
 
     program: Program
@@ -84,6 +86,7 @@ class Executable(NamedTuple):
     read_values: frozenset[str] = frozenset()
     computed_values: tuple[tuple[str, str], ...] = ()
     questions: tuple[BufferQuestion, ...] = ()
+    outside: tuple[OutsideTensor, ...] = ()
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

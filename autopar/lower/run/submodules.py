@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import SubmoduleError
 from autopar.lower.compat import module_tables, not_compiled
 from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.skeleton import named_parts
 from autopar.lower.run.generation import generation_methods
 
 __all__ = ["bind_submodules", "save_own_parts"]
@@ -21,8 +22,7 @@ __all__ = ["bind_submodules", "save_own_parts"]
 
 def bind_submodules(root: nn.Module) -> None:
     """Have each submodule of `root` run, when it is called, as ``root._run_part(its name, args, kwargs)``."""
-    modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
-    for name, module in modules:
+    for name, module in named_parts(root):
         if not name:
             continue
         kind = type(module)
@@ -36,8 +36,8 @@ def save_own_parts(root: nn.Module) -> None:
 
     These are ordinary DTensors of the stage's ranks: torch.distributed.checkpoint saves each from its own ranks.
     """
-    modules = cast("Iterable[Any]", root.modules())
-    for module in modules:
+    for _, part in named_parts(root):
+        module: Any = part
         module.register_state_dict_post_hook(_keep_own_parts)
 
 

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError, also_caught_as
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
+from autopar.objects.outside_tensors import OutsideTensor
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
 from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
@@ -30,6 +31,7 @@ from autopar.trace.module_attributes.attribute_reads import Reads, recorded_read
 from autopar.trace.module_attributes.held_members import HeldMembers
 from autopar.trace.module_attributes.hooked_tensors import notes_on_kept_tensors
 from autopar.trace.module_attributes.model_copies import copy_with
+from autopar.trace.module_attributes.outside_reads import OutsideReads
 from autopar.trace.python_values.asked_values import AskedValues, Questions
 from autopar.trace.python_values.host_draws import refuse_host_draws
 from autopar.trace.python_values.read_inputs import (
@@ -95,6 +97,7 @@ class Captured:
         answers: what follows from inputs and is constant in the graph.
         asked: lines that ask for what could be such a constant.
         questions: what was asked of buffers, with the answers that are constant in the graph.
+        outside: what it read that is not the model's, and is constant in the graph.
     """
 
     exported: Functional
@@ -109,6 +112,7 @@ class Captured:
     answers: tuple[ReadValues, ...] = ()
     asked: frozenset[str] = frozenset()
     questions: tuple[BufferQuestion, ...] = ()
+    outside: tuple[OutsideTensor, ...] = ()
 
 
 class _Wrapper(nn.Module):
@@ -137,7 +141,7 @@ class _Wrapper(nn.Module):
             with (
                 written_assignments(self.get_submodule(WRAPPED)),
                 features_in_order(order),
-                RepeatedCalls(),
+                RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),
                 PastAutograd(training=self.training),
@@ -176,6 +180,7 @@ class _Records:
     items: list[str] = field(default_factory=list[str])
     read: tuple[int, ...] = ()
     converted: dict[int, Names] = field(default_factory=dict[int, Names])
+    outside: OutsideReads = field(default_factory=OutsideReads)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -270,6 +275,7 @@ def _capture_once(
     return Captured(
         exported, wrapper.records.outputs, classes, names, own, notes, frozenset(reads.found), records.assigned,
         records.changed, tuple(questions.reads.values()), questions.asked_in(exported.graph), of_buffers,
+        records.outside.tensors(wrapper.get_submodule(WRAPPED)),
     )  # fmt: skip
 
 
@@ -410,7 +416,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
             "it with register_buffer, or make it in forward"
         )
     if where and not type(cause).__module__.startswith("torch."):
-        return ExampleInputsError(
+        return also_caught_as(ExampleInputsError, cause)(
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
             f"{form.inputs_text} and is called as {form.signature_text}"
         )

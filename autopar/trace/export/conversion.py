@@ -20,6 +20,7 @@ from autopar.trace.export.capture import WRAPPED, Captured
 from autopar.trace.export.decomposition import CHECKS, Functional
 from autopar.trace.export.strides import row_major_strides
 from autopar.trace.graph import Graph, Names, call_by
+from autopar.trace.module_attributes.outside_reads import refuse_lost_gradients
 
 __all__ = ["convert", "tensor_type"]
 
@@ -196,13 +197,18 @@ def _module(node: fx.Node) -> str:
     return path.removeprefix(WRAPPED).removeprefix(".")
 
 
-def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
-    """The graph of `captured`; model inputs are renamed to `input_names`."""
+def convert(captured: Captured, input_names: Sequence[str], *, training: bool = False) -> Graph:
+    """The graph of `captured`; model inputs are renamed to `input_names`.
+
+    Raises:
+        TraceError: it has what a graph can't; in `training`, what is not the model's and requires a gradient.
+    """
     exported = captured.exported
     builder = _GraphBuilder()
     nodes = list(exported.graph.nodes)
     placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
     constants: dict[str, Tensor] = {}
+    exported_constants: dict[str, Any] = {}
     inputs: list[str] = []
     parameters: dict[str, str] = {}
     by_member: dict[str, str] = {}
@@ -221,6 +227,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
             builder.roles[name] = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[name] = _constant(exported, spec.target, placeholders[name])
+            exported_constants[name] = exported.constants[str(spec.target)]
             builder.roles[name] = "constant"
         else:
             raise TraceError(f"the model holds {spec.target!r}, which is no tensor and takes part in the computation")
@@ -243,6 +250,8 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
         updates=updates, parameters=parameters, trainable=frozenset(trainable), constants=constants,
         strided=frozenset(builder.strided),
     )  # fmt: skip
+    if training:
+        refuse_lost_gradients(graph, exported_constants, captured.outside)
     return _add_unused(_rename_roots(graph, input_names), captured)
 
 

@@ -12,7 +12,7 @@ plain values, read tensors that aren't arguments, or are made under autocast or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -68,9 +68,10 @@ class _FirstCall:
 class RepeatedCalls(TorchFunctionMode):
     """In this context, calls like one before add copies of its ops."""
 
-    def __init__(self) -> None:
-        """Nothing has been called yet."""
+    def __init__(self, note_unknown: Callable[[Any], None] = lambda arguments: None) -> None:
+        """Nothing has been called yet; `note_unknown` gets arguments among which may be tensors of no op."""
         super().__init__()
+        self._note_unknown = note_unknown
         self._recorder = torch_recording.recorder()
         self._known: dict[Any, _FirstCall | None] = {}
 
@@ -85,9 +86,13 @@ class RepeatedCalls(TorchFunctionMode):
                 return func(*args, **given)
         recorder = self._recorder
         if recorder is None or not recorder.is_current() or not torch_recording.is_torch_function(func):
+            with torch_recording.plain_calls():
+                self._note_unknown((args, given))
             return func(*args, **given)
         with torch_recording.plain_calls():
             call = _read(func, args, given, recorder)
+            if call is None:
+                self._note_unknown((args, given))
             known = None if call is None else self._known.get(call.key)
             if call is not None and known is not None:
                 return _repeat(func, args, given, call, known, recorder)

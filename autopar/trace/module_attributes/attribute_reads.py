@@ -26,10 +26,12 @@ class Reads:
     Attributes:
         found: those with a value.
         missing: those that were not there.
+        is_paused: whether reads are not the forward's.
     """
 
     found: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     missing: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    is_paused: bool = False
 
 
 @contextmanager
@@ -44,7 +46,37 @@ def recorded_reads(model: nn.Module) -> Generator[Reads]:
         records: set[type] = {type(x) for x in owners.values() if not isinstance(x, nn.Module)}
         for each in (nn.Module, *records):
             stack.enter_context(_reads_of(each, owners, before, reads))
+        for each in {type(x) for x in owners.values() if isinstance(x, nn.Module) and _hashes_itself(x)}:
+            stack.enter_context(_unread_hash(each, reads))
         yield reads
+
+
+def _hashes_itself(module: nn.Module) -> bool:
+    return type(module).__hash__ is not object.__hash__
+
+
+@contextmanager
+def _unread_hash(owner: type, reads: Reads) -> Generator[None]:
+    """Inside, what an owner reads for its hash is not recorded: walks over modules ask for it, not the forward."""
+    untyped: Any = owner
+    before: Callable[[Any], int] = untyped.__hash__
+    is_own = "__hash__" in vars(owner)
+
+    def hashed(self: Any) -> int:
+        reads.is_paused, was_paused = True, reads.is_paused
+        try:
+            return before(self)
+        finally:
+            reads.is_paused = was_paused
+
+    untyped.__hash__ = hashed
+    try:
+        yield
+    finally:
+        if is_own:
+            untyped.__hash__ = before
+        else:
+            del untyped.__hash__
 
 
 @contextmanager
@@ -66,7 +98,7 @@ def _reads_of(
             if first:
                 reads.missing.add((path, name))
             raise
-        if not first or name.startswith("__") or name in known.setdefault(path, set()):
+        if not first or reads.is_paused or name.startswith("__") or name in known.setdefault(path, set()):
             return value
         attributes = before(self, "__dict__")
         if is_module and name not in attributes:  # methods
