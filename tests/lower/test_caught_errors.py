@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.errors import AutoparError, PipelineError, RankError, also_caught_as
+from autopar.errors import AutoparError, PipelineError, RankError
 from autopar.lower.communication.consensus import portable
 from autopar.lower.communication.failures import naming_failures
+from autopar.objects.caught_errors import also_caught_as
 from tests.end_to_end.harness import assert_near, launch, parallelize, state_of
 
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, MeshError, RankError, also_caught_as
+from autopar.errors import AutoparError, MeshError, RankError
 from autopar.lower.communication.failures import StepMemoryError, is_out_of_memory
+from autopar.objects.caught_errors import also_caught_as
 
 __all__ = ["agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
 

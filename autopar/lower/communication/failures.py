@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from autopar.errors import AutoparError, PipelineError, RankError, also_caught_as
+from autopar.errors import AutoparError, PipelineError, RankError
+from autopar.objects.caught_errors import also_caught_as
 from autopar.schedules.action_lists import Action
 
 __all__ = ["StepMemoryError", "is_out_of_memory", "naming_failures"]

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError, also_caught_as
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
+from autopar.objects.caught_errors import also_caught_as
 from autopar.objects.outside_tensors import OutsideTensor
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues

@@ -58,8 +58,8 @@ def refuse_lost_gradients(graph: Graph, constants: Mapping[str, Any], outside: S
 
 
 def _has_entries(x: Tensor) -> bool:
-    is_plain = x.layout is torch.strided and not (x.is_meta or x.is_quantized or torch_internals.is_fake(x))
-    return is_plain and x.numel() > 0
+    is_plain = torch_internals.has_storage(x) and x.layout is torch.strided and not (x.is_meta or x.is_quantized)
+    return is_plain and not torch_internals.is_fake(x) and x.numel() > 0
 
 
 def _leaves(value: Any) -> Iterable[Any]:
