@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
-
-from autopar.errors import AutoparError
+from typing import Any, TypeVar
 
 __all__ = ["also_caught_as"]
+
+E = TypeVar("E", bound=Exception)
 
 _BUILTIN = frozenset({
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, IndexError, KeyError,
@@ -15,7 +15,7 @@ _BUILTIN = frozenset({
 })  # fmt: skip
 
 
-def also_caught_as(kind: type[AutoparError], cause: BaseException) -> type[AutoparError]:
+def also_caught_as(kind: type[E], cause: BaseException) -> type[E]:
     """`kind`, of whose errors ``except`` clauses for what `cause` is take care, too.
 
     A loop that skips a batch with ``except (RuntimeError, IndexError): continue`` so does that on every rank: on the
@@ -26,8 +26,8 @@ def also_caught_as(kind: type[AutoparError], cause: BaseException) -> type[Autop
 
 
 @cache
-def _joined(kind: type[AutoparError], base: type[BaseException]) -> type[AutoparError]:
-    def reduce(error: AutoparError) -> tuple[Any, ...]:
+def _joined(kind: type[Any], base: type[BaseException]) -> type[Any]:
+    def reduce(error: Exception) -> tuple[Any, ...]:
         return _rebuilt, (kind, base, error.args), vars(error)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
@@ -35,6 +35,6 @@ def _joined(kind: type[AutoparError], base: type[BaseException]) -> type[Autopar
     return type(kind.__name__, (kind, base), {**names, **text, "__reduce__": reduce})
 
 
-def _rebuilt(kind: type[AutoparError], base: type[BaseException], args: tuple[Any, ...]) -> AutoparError:
+def _rebuilt(kind: type[Any], base: type[BaseException], args: tuple[Any, ...]) -> Any:
     """One that was pickled, as ranks tell each other of errors."""
     return _joined(kind, base)(*args)
