@@ -66,7 +66,8 @@ def refused(kind: type[AutoparError], *texts: str) -> Iterator[None]:
     started = time.perf_counter()
     with pytest.raises(kind) as caught:
         yield
-    assert caught.type is kind
+    # What planning meets in the user's code is caught as that, too, by a class of the same name (`also_caught_as`).
+    assert (caught.type.__module__, caught.type.__qualname__) == (kind.__module__, kind.__qualname__)
     for text in texts:
         assert re.search(text, str(caught.value)), f"{text!r} is not in {str(caught.value)!r}"
     assert time.perf_counter() - started < SOON_S
