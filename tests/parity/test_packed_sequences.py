@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from autopar.errors import TraceError
+from autopar.errors import ExampleInputsError, TraceError
 from autopar.trace import trace
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
@@ -92,6 +92,8 @@ class Packs(nn.Module):
             return x.sum() * packed.batch_sizes[1]
         if self.how == "filled":
             return pad_packed_sequence(packed, padding_value=-2.0, total_length=9)[0].sum()
+        if self.how == "short":
+            return pad_packed_sequence(packed, total_length=3)[0].sum()
         given, final = self.gru(packed, x[:2, 0].expand(2, 2, 3).contiguous())
         return pad_packed_sequence(given, total_length=5)[0].sum() + final.sum()
 
@@ -135,6 +137,12 @@ def test_what_is_packed_and_padded_in_other_ways(how: str) -> None:
 def test_what_depends_on_lengths_is_refused(how: str, message: str) -> None:
     with pytest.raises(TraceError, match=rf"test_packed_sequences.py:\d+: {message}"):
         trace(Packs(how), (X.float(), torch.tensor([2, 3])), {})
+
+
+def test_a_total_length_that_is_too_short_is_an_error_as_in_torch() -> None:
+    trace(Packs("short"), (X.float(), torch.tensor([2, 3])), {})
+    with pytest.raises(ExampleInputsError, match="total_length=3 is less than the longest sequence, 4"):
+        trace(Packs("short"), (X.float(), torch.tensor([4, 3])), {})
 
 
 def test_functions_that_pack_are_torchs_own_after_a_trace() -> None:

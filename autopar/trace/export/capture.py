@@ -75,6 +75,10 @@ _ASKS = (
 )
 # Recurrent modules list their parameters again where these have been replaced, as a trace does.
 _SET_BY_RNNS = r"The tensor attributes? (self[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
+_WRITTEN_OTHERWISE = (
+    traced_ctc_losses, traced_packed_sequences, batch_first_attention, written_embedding_bags, written_statistics,
+    written_functions,
+)  # fmt: skip
 # Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 _MOST_ENTRIES = 64
 _FAILURES = ("_subclasses.fake_tensor", "export", "_export", "fx.experimental.symbolic_shapes")  # loggers of torch
@@ -323,9 +327,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                     torch_internals.intercept_autograd_functions(call_as_op, partial(note, _CHECKPOINTS))
                 )
                 patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
-                for written in (traced_ctc_losses, traced_packed_sequences, batch_first_attention):
-                    patches.enter_context(written())
-                for written in (written_embedding_bags, written_statistics, written_functions):
+                for written in _WRITTEN_OTHERWISE:
                     patches.enter_context(written())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())

@@ -175,20 +175,26 @@ class _PackedData(_InsteadOfTensor):
         """What ``pad_packed_sequence`` gives.
 
         Without `total_length` it is as long as the longest sequence, which is asked of the lengths.
+
+        Raises:
+            ValueError: it is longer than `total_length`.
         """
         x = self.x if batch_first == self.batch_first else self.x.transpose(0, 1)
         tokens = 1 if batch_first else 0
         size = x.shape[tokens]
-        longest = int(self.lengths.max()) if total_length is None else total_length
-        if longest < size:
-            x = x.narrow(tokens, 0, longest)
-        elif longest > size:
+        longest = size if total_length is not None and total_length >= size else int(self.lengths.max())
+        count = longest if total_length is None else total_length
+        if count < longest:
+            raise ValueError(f"total_length={count} is less than the longest sequence, {longest}")  # as torch does
+        if count < size:
+            x = x.narrow(tokens, 0, count)
+        elif count > size:
             shape = list(x.shape)
-            shape[tokens] = longest - size
+            shape[tokens] = count - size
             x = torch.cat([x, x.new_zeros(shape)], tokens)
         if self.is_result and padding_value == 0.0:
             return x
-        places = torch.arange(longest, device=x.device)
+        places = torch.arange(count, device=x.device)
         lengths = self.lengths.to(x.device)
         is_inside = places < lengths[:, None] if batch_first else places[:, None] < lengths
         return torch.where(is_inside.reshape(*is_inside.shape, *[1] * (x.dim() - 2)), x, padding_value)
