@@ -61,7 +61,7 @@ from autopar.lower.parameters.known_meshes import (
     share_largest,
     stages_of,
 )
-from autopar.lower.parameters.optimizer_state import refuse_file
+from autopar.lower.parameters.optimizer_state import reduce_whole
 from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
 from autopar.lower.parameters.script_collectives import is_collective, run_collective
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
@@ -353,7 +353,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _SET_GRAD: set_grad,
     _tensor.__float__: _number,
     _tensor.__format__: _format,
-    _tensor.__reduce_ex__: refuse_file,
+    _tensor.__reduce_ex__: lambda call: reduce_whole(*call.args),
     _tensor.__deepcopy__: copy_deeply,
     _tensor.new_empty: _new_empty,
     _tensor.backward: _backward,
