@@ -136,6 +136,25 @@ class CallConsensus:
             self._counts[what] -= 1
         return result
 
+    def meets(self, what: str, within_s: float) -> bool:
+        """Whether all ranks do `what`, which is no call, at the same time; waits so long for them.
+
+        A rank that is not there makes another call, has ended, or does what this does not see, such as a barrier.
+
+        Raises:
+            Exception: another rank has failed.
+        """
+        self._counts[what] += 1
+        here, started_s, pause_s = f"{what}/{self._counts[what]}", time.monotonic(), 1e-3
+        self._store.add(here, 1)
+        while self._store.add(here, 0) < self._world_size and time.monotonic() - started_s < within_s:
+            self._look_for_failure(self._number)
+            if self._store.check([str(self._number + 1)]) or self._failures.has_any_ended():
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        return self._store.add(here, 0) >= self._world_size  # the last to come may be in its next call by now
+
     def watch_backward(self, outputs: Any) -> None:
         """See when a backward of this call begins, which gave `outputs`."""
         for x in leaves_of(outputs):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autopar.errors import RankError
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_tensor
@@ -26,8 +27,8 @@ from autopar.lower.parameters.other_stages import StageTensors, are_across_stage
 
 __all__ = [
     "as_computed", "compare_plain", "has_local_inputs", "is_known", "is_of_stages", "is_whole", "know_mesh", "laid_as",
-    "note_step", "placements_of", "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms",
-    "stage_state", "stages_of",
+    "meet_for_file", "meet_to_save", "note_step", "placements_of", "read_whole", "set_apart", "share_largest",
+    "share_whole", "stage_norms", "stage_state", "stages_of",
 ]  # fmt: skip
 
 
@@ -53,6 +54,10 @@ class _MeshUse:
 
 _KNOWN: dict[int, _MeshUse] = {}  # by the mesh's id: results of ops have the mesh of their operands
 _KNOWING = threading.RLock()  # simulated ranks are threads, and another may come to know a mesh while one looks
+
+
+_SAVES_WITHIN_S = 60.0  # ranks come to a checkpoint within seconds; one that saves alone waits for this long
+_MAY_SAVE_WITHIN_S = 1.0  # as no part is missing, a rank that saves alone is right, and waits in vain
 
 
 class _Apart(threading.local):
@@ -114,6 +119,36 @@ def is_of_stages(x: DTensor) -> bool:
     """Whether it is of a module with pipeline stages, whose other stages have tensors that this rank does not."""
     known = _KNOWN[id(x.device_mesh)]
     return known.stages is not None or not known.is_whole_world
+
+
+def meet_to_save(x: DTensor) -> None:
+    """Wait until all ranks save `x`, which they have parts of.
+
+    Raises:
+        RankError: some don't.
+    """
+    calls = _calls(x)
+    if calls is not None:
+        meet_for_file(calls, is_needed=True)
+
+
+def meet_for_file(calls: CallConsensus, *, is_needed: bool) -> None:
+    """Wait until all ranks write a file, so that none has done before all have opened it, as they may write one path.
+
+    Args:
+        calls: of this rank.
+        is_needed: they have parts of what is written.
+
+    Raises:
+        RankError: some don't, and have parts.
+    """
+    with calls.failing():
+        if not calls.meets("torch.save", _SAVES_WITHIN_S if is_needed else _MAY_SAVE_WITHIN_S) and is_needed:
+            raise RankError(
+                "torch.save on one rank needs parts of tensors that other ranks have, but these don't save them now: "
+                "call torch.save on every rank (all may write one path), or state = model.full_state_dict() on every "
+                "rank and torch.save(state, path) on one"
+            )
 
 
 def has_local_inputs(x: DTensor) -> bool:

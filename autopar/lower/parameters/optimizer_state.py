@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 from autopar.errors import ModelError, OptimizerError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.full_state import SAVE_INSTEAD
-from autopar.lower.parameters.known_meshes import is_known, is_of_stages, laid_as, read_whole, stage_state, stages_of
+from autopar.lower.parameters.known_meshes import (
+    is_known,
+    is_of_stages,
+    is_whole,
+    laid_as,
+    meet_to_save,
+    read_whole,
+    stage_state,
+    stages_of,
+)
 from autopar.lower.parameters.other_stages import is_elsewhere
 
 __all__ = [
@@ -135,6 +144,8 @@ def reduce_whole(x: DTensor, protocol: Any) -> Any:
             "optimizer.load_state_dict takes it. For other tensors save x.full_tensor(). torch.distributed.checkpoint "
             "saves the parts themselves, from all ranks"
         )
+    if not is_whole(x):
+        meet_to_save(x)
     whole = read_whole(cast("DTensor", x.detach())).cpu()
     made: Any = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     return made.__reduce_ex__(protocol)

@@ -20,7 +20,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
-from autopar.lower.parameters.known_meshes import is_known, is_whole, read_whole
+from autopar.lower.parameters.known_meshes import is_known, is_whole, meet_for_file, read_whole
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.skeleton import check_conversion, state_names
@@ -91,8 +91,11 @@ class ModuleState(nn.Module):
         """`state`, what `state_dict` has given, with whole tensors of all stages, on the host; every rank calls it,
         unless all tensors are whole.
         """
-        has_stages = self._executor.stages.is_pipeline
-        if not has_stages and all(is_whole(x) for x in state.values() if isinstance(x, DTensor)):
+        has_stages, calls = self._executor.stages.is_pipeline, self._communicator.calls
+        has_parts = has_stages or not all(is_whole(x) for x in state.values() if isinstance(x, DTensor))
+        if calls is not None:
+            meet_for_file(calls, is_needed=has_parts)
+        if not has_parts:
             return _on_host(state, _storage_of, lambda _, x: local_tensor(x))
         with self._together("torch.save of state_dict() {}"), torch.no_grad():
             if not has_stages:
