@@ -427,6 +427,17 @@ class Program:
         is_ids = first is not None and len(first.shape) == 2 and first.dtype in ("int64", "int32")
         return first.num_elements if first is not None and is_ids else 0
 
+    @cached_property
+    def output_sources(self) -> Mapping[str, frozenset[str]]:
+        """For each output, the other outputs that it is computed from with a gradient."""
+        outputs = frozenset(name for name in self.outputs if self.values[name].requires_grad)
+        behind: dict[str, frozenset[str]] = {}
+        for op in (op for layer in self.layers for op in layer.ops):
+            operands = [name for name in op.operands if self.values[name].requires_grad]
+            found = outputs.intersection(operands).union(*(behind.get(name, frozenset()) for name in operands))
+            behind.update((name, found) for name in op.results if self.values[name].requires_grad)
+        return {name: behind.get(name, frozenset()) for name in self.outputs}
+
     def type_of(self, name: str) -> TensorType:
         """The type of the value `name`."""
         return self.values[name].type

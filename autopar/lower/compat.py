@@ -40,6 +40,7 @@ __all__ = [
     "functional_reduce_scatter",
     "functional_wait",
     "functions_by",
+    "hooks_on",
     "in_transform",
     "is_random",
     "item_by",
@@ -222,6 +223,11 @@ def make_wrapper(kind: type[W], like: Tensor) -> W:
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
+
+
+def hooks_on(x: Tensor) -> tuple[Any, ...]:
+    """The hooks on the gradient of `x`; not that of ``retain_grad()``."""
+    return tuple((x._backward_hooks or {}).values())  # pyright: ignore[reportPrivateUsage]
 
 
 def set_local_tensor(x: DTensor, local: Tensor) -> None:

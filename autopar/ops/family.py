@@ -153,6 +153,8 @@ class OpFamily:
         buffers_on_gpus: what a call needs besides on GPUs, where no special kernel runs it, given its local operands
             and which of them need gradients.
         buffers_on_cpus: the same on CPUs.
+        has_formula: torch computes its backward by several ops, whose temporaries trace counts, as it does of
+            ops without a record.
         num_differentiable: how many of the results, counted from the first, can have a gradient; None for all.
         gradient: ``"own"``: operands have gradients of their own; ``"passed"``: operands of the result's size get the
             gradient of the result itself; ``"parts"``: operands get views of it; ``"expanded"``: they get it expanded.
@@ -187,6 +189,7 @@ class OpFamily:
     buffers: Callable[[Op, Types, Types, Sequence[bool], bool], Buffers] = _no_buffers
     buffers_on_gpus: Callable[[Op, Types, Sequence[bool]], Buffers] = lambda op, operands, trains: _NO_BUFFERS
     buffers_on_cpus: Callable[[Op, Types, Sequence[bool]], Buffers] = lambda op, operands, trains: _NO_BUFFERS
+    has_formula: bool = False
     num_differentiable: int | None = None
     gradient: str = "own"
     takes_expanded: bool = False
@@ -210,6 +213,11 @@ class OpFamily:
     def counts_buffers(self) -> bool:
         """Whether `buffers` says what the ops of the family allocate, so that trace needn't observe it."""
         return self.buffers is not _no_buffers
+
+    @property
+    def may_run_others(self) -> bool:
+        """Whether torch may compute a backward of these ops by others, as far as records say."""
+        return self.has_formula or not self.rules
 
     @property
     def keeps_order(self) -> bool:

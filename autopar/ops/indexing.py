@@ -175,11 +175,12 @@ FAMILIES = (
                 "one_hot": "* -> * _",
                 "masked_scatter": "..., ..., ... -> ...",
                 "index_put": _index_put,
-                "scatter.src scatter.value scatter.reduce scatter_reduce.two": _scatter,
+                "scatter.src scatter.value": _scatter,
                 "scatter_add": _scatter_add,
                 "index_add": _index_add,
                 "index_copy index_fill.int_Scalar index_fill.int_Tensor": _along_dim,
             }
         )
     ),
+    OpFamily(aten({"scatter.reduce scatter_reduce.two": _scatter}), has_formula=True),
 )

@@ -237,3 +237,26 @@ def test_backward_reads_the_buffer_that_forward_read(
         plan = with_stages(plan, 2, schedule, 2, random.Random(0))
     found = compare(run_single(model, inputs, 2), run_parallel(model, traced, plan, inputs, 2), plan.world_size)
     assert max(found.loss_error, found.worst_gradient[1], found.parameter_error) < 1e-12
+
+
+class NormedByBatches(nn.Module):
+    """A batch norm that keeps no statistics, whose results are missing in its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.first(x))).square().mean()
+
+
+def test_a_norm_without_statistics_runs_again() -> None:
+    model, inputs = NormedByBatches().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
+    traced, plan = whole_plan(model, inputs, 2)
+    again = [op.name for op in traced.program.layers[0].ops if op.target in ("autopar.batch_norm", "aten.tanh.default")]
+    assert len(again) == 2
+    strategies = tuple(replace(s, recompute=f"rerun:{','.join(again)}") for s in plan.strategies)
+    found = run_parallel(model, traced, plan.with_decisions(strategies=strategies), inputs, 2)
+    report = compare(run_single(model, inputs, 2), found, 2)
+    assert report.loss_error <= 1e-12
+    assert report.worst_gradient[1] <= 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,6 +36,19 @@ def test_products_have_no_temporaries() -> None:
 
 def test_kernels_of_torch_are_not_counted() -> None:
     assert kept("square", torch.randn(ROWS, WIDTH), needs=(True,)).temporaries == (0, 0)  # its record says it
+
+
+def test_the_backward_of_an_op_without_a_record_is_counted() -> None:
+    # grad / exp(x^2 / 2 + log_ndtr(x)) / sqrt(2 pi): three tensors behind one another besides the gradient.
+    x = torch.randn(ROWS, WIDTH)
+    assert kept("special_log_ndtr", x, needs=(True,)).temporaries.backward >= 2 * x.nbytes
+
+
+@pytest.mark.parametrize(("how", "count"), [("amax", 6), ("prod", 10)])
+def test_the_backward_of_a_reducing_scatter_is_counted(how: str, count: int) -> None:
+    x, index = torch.rand(ROWS, WIDTH), torch.randint(ROWS, (ROWS, WIDTH))
+    found = kept("scatter_reduce.two", x, 0, index, x.clone(), how, needs=(True, False, True))
+    assert found.temporaries.backward >= count * x.nbytes
 
 
 def test_a_norm_saves_no_wide_copy_where_one_kernel_runs_it() -> None:

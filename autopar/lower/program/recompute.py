@@ -188,12 +188,12 @@ def _drop_copies(boxes: Sequence[SavedTensor], parameters: StepParameters) -> di
 def _drop_rerun(
     boxes: Sequence[SavedTensor],
     keeping: KeepingProgram,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor | None],
     gathered: dict[int, Recipe],
     context: LayerContext,
 ) -> list[SavedTensor]:
     """Let go of saved results of ops that are rerun; what is kept to compute them again."""
-    by_name = dict(zip(keeping.nodes, values, strict=True))
+    by_name = {name: x for name, x in zip(keeping.nodes, values, strict=True) if x is not None}  # a statistic unread
     owner: dict[int, str] = {}
     for name, value in by_name.items():
         owner.setdefault(storage_key(value), name)

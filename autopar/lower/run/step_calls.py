@@ -15,6 +15,7 @@ from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, differ
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.late_outputs import LateReader, with_late_outputs
 from autopar.lower.run.lowering import Cuts
+from autopar.lower.run.output_hooks import with_checked_hooks
 from autopar.lower.run.run_step import StepResults, run_step
 from autopar.lower.run.second_run import SecondRun, StepCall, runs_again, same_tensors
 from autopar.lower.run.submodule_calls import SubmoduleCalls
@@ -80,7 +81,7 @@ class StepCalls(SubmoduleCalls):
                 None if is_local else step.with_gradient,
             )
             outputs = with_late_outputs(executor, outputs, self._store, reader)
-        return outputs
+        return with_checked_hooks(executor, outputs) if torch.is_grad_enabled() else outputs
 
     def _read_output(
         self, kind: str, name: str, gather: Callable[[], Tensor], check: Callable[[], None] = lambda: None

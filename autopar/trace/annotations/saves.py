@@ -3,7 +3,7 @@
 Found by running the op on tensors of the real shapes without memory under saved-tensor hooks, and matching the saved
 tensors to operands and results by their memory; some ops' records say it, as attention's does, which must count as the
 fast kernels run it.  What kernels of torch allocate besides is in their records (`OpFamily.buffers`); of an op that
-runs as other ones, and of a custom function, it is counted here.
+runs as other ones, or whose backward may, and of a custom function, it is counted here.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class SavesMeter:
                 leaf = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
                 # Not a leaf itself: in-place variants and views of leaves are refused.
                 tensors[name] = leaf.requires_grad_().view_as(leaf) if needs and kind.is_floating else leaf
+            family = family_of(op.target)
             try:
-                return _run(renamed, tensors, counts=is_other and not family_of(op.target).counts_buffers)
+                return _run(renamed, tensors, counts=(is_other or family.may_run_others) and not family.counts_buffers)
             except Exception:  # noqa: BLE001  (an op that fake tensors can't run: count all it reads, and its results)
                 return Kept(tuple(range(len(operands) + len(op.results))))
 

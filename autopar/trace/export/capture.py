@@ -55,6 +55,7 @@ from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
 from autopar.trace.torch_functions.packed_sequences import traced_packed_sequences
 from autopar.trace.torch_functions.past_autograd import PastAutograd
+from autopar.trace.torch_functions.refused_functions import RefusedFunctions, refuse_backward_hooks, refused_seeds
 from autopar.trace.torch_functions.running_statistics import written_statistics
 from autopar.trace.torch_functions.selections import Selections, refuse_output
 from autopar.trace.torch_functions.written_functions import written_functions
@@ -146,10 +147,12 @@ class _Wrapper(nn.Module):
             with (
                 written_assignments(self.get_submodule(WRAPPED)),
                 features_in_order(order),
+                refused_seeds(),
                 RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),
                 PastAutograd(training=self.training),
+                RefusedFunctions(training=self.training),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
                 if self.is_second:
@@ -222,6 +225,8 @@ def capture(
         ExampleInputsError: the model's own code fails on inputs of these shapes.
         OutputError: the model returns no tensor.
     """
+    if training:
+        refuse_backward_hooks(model)
     asked: list[str] = []
     how: dict[str, Any] = {
         "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
