@@ -111,6 +111,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_needless_copies,
     cleanup.spell_out_sizes,
     cleanup.spell_out_copies,
+    rewrites.make_gradients_dense,
     rewrites.rewrite_dropout,
     rewrites.rewrite_batch_norm,
     heads.rewrite_transposed_products,

@@ -57,6 +57,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "histogram": lambda p, x: torch.histc(p.detach(), 4),
     "out": lambda p, x: torch.mul(p.detach(), 2, out=torch.empty_like(x)),
     "gradient in anomaly detection": lambda p, x: looked_at(p),
+    "gradient of some": lambda p, x: gradient_of(p, (p * x).sum()),
     "gradient that a hook masks": lambda p, x: (p.register_hook(lambda g, keep=x > 0: g * keep), p * x)[1],
     "a count and more": lambda p, x: ((p > 0).sum() + 1) + (p < 1).sum(),
     "more and a count": lambda p, x: (p < 1).sum() + ((p > 0).sum() + 1),
@@ -143,6 +144,11 @@ def lerp_into(x: Tensor, y: Tensor, weight: float) -> None:
 def looked_at(p: Tensor) -> Any:
     with torch.autograd.set_detect_anomaly(True):
         (2 * p).sum().backward()
+    return p.grad
+
+
+def gradient_of(p: Tensor, loss: Tensor) -> Any:
+    loss.backward(inputs=[p])
     return p.grad
 
 

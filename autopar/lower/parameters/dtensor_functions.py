@@ -317,6 +317,12 @@ def _gradients(call: FunctionCall) -> Any:
     return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
 
 
+def _accumulate(call: FunctionCall) -> None:
+    """``torch.autograd.backward(outputs, gradients, inputs=inputs)``, by which parameters get gradients."""
+    kwargs = {name: value if name == "inputs" else map_leaves(plain, value) for name, value in call.kwargs.items()}
+    call.function(*map_leaves(plain, call.args), **kwargs)
+
+
 def _unscale(call: FunctionCall) -> Any:
     """What gradient scalers call: an overflow in the gradients of one pipeline stage is one on all ranks."""
     result = write(call)
@@ -355,6 +361,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.backward: _backward,
     _tensor.register_hook: _register_hook,
     _torch.autograd.grad: _gradients,
+    _torch.autograd.backward: _accumulate,
     _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _torch._fused_sgd_: _on_parts,
     _torch._fused_adagrad_: _on_parts,
