@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "enter_graph",
     "gradients_of",
     "is_custom_node",
+    "leaves_behind",
     "on_gradient",
     "refuse_gradient",
     "run_backward",
@@ -177,6 +178,22 @@ def run_backward_from(
     untyped: Any = torch.autograd
     retain_graph = keep_graph or leaves is not None
     untyped.backward(list(roots), list(gradients), retain_graph=retain_graph, inputs=leaves)
+
+
+def leaves_behind(x: Tensor) -> Iterator[Tensor]:
+    """What autograd would give gradients of `x` to: `x` itself, or the leaves of its graph."""
+    if x.grad_fn is None:
+        yield x
+        return
+    seen = {x.grad_fn}
+    waiting: list[Any] = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting += following
 
 
 def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:

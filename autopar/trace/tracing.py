@@ -111,6 +111,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_needless_copies,
     cleanup.spell_out_sizes,
     cleanup.spell_out_copies,
+    rewrites.make_gradients_dense,
     rewrites.rewrite_dropout,
     rewrites.rewrite_batch_norm,
     heads.rewrite_transposed_products,
@@ -358,8 +359,19 @@ def _convert(captured: Captured, form: CallForm, tensors: Sequence[Tensor], *, t
 
 
 def normalize(graph: Graph) -> Graph:
-    """Run `PASSES`, checking the graph after each that changes it."""
+    """Run `PASSES`, checking the graph after each that changes it.
+
+    Raises:
+        TraceError: the model communicates.
+    """
     check(graph)
+    for op in graph.ops:
+        if op.target.startswith(("_c10d_functional.", "c10d.", "c10d_functional.")):
+            raise TraceError(
+                f"{op.source}: the model calls torch.distributed ({op.target}) in its forward, as models for "
+                "DistributedDataParallel do. A parallelized model sees the whole batch, as one device does: leave "
+                "communication out, as where there is one process (sync_codebook=False and the like)"
+            )
     for step in PASSES:
         made = step(graph)
         if made is not graph:

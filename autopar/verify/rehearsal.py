@@ -229,6 +229,7 @@ def train(
         args, kwargs = as_call(turns[step % len(turns)])
         loss = loss_of(model(*args, **kwargs))
         run_backward(loss)
+        _make_dense(model.parameters())
         losses.append(loss.item())
         if step == 0:
             gradients = {n: _copy(p.grad) for n, p in _filled(model) if p.grad is not None}
@@ -240,6 +241,13 @@ def train(
         {name: _copy(p) for name, p in _filled(model)},
         {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
     )
+
+
+def _make_dense(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters of embeddings with ``sparse=True`` dense gradients, as programs do."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _copy(x: Tensor) -> Tensor:

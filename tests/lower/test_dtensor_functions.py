@@ -39,6 +39,10 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "largest": lambda p, x: p.abs().max(),
     "place of the largest": lambda p, x: p.argmax(),
     "norm of rows": lambda p, x: p.norm(dim=1),
+    "norms of columns, added up": lambda p, x: p.norm(dim=0).sum(),
+    "largest of columns, added up": lambda p, x: (p.amax(dim=0).sum(), p.detach().min(0).values.mean()),
+    "norms of columns, halved": lambda p, x: 0.5 * p.norm(dim=0),
+    "norm of norms": lambda p, x: (torch.stack([p.norm(), p.norm(dim=0).sum()]).norm(), p.norm(dim=0).norm(1)),
     "infinite norm": lambda p, x: p.norm(float("inf")),
     "normalize": lambda p, x: functional.normalize(p, dim=1),
     "cosine": lambda p, x: functional.cosine_similarity(p.flatten(), x.flatten(), dim=0),
@@ -57,6 +61,7 @@ READS: dict[str, Callable[[Any, Tensor], Any]] = {
     "histogram": lambda p, x: torch.histc(p.detach(), 4),
     "out": lambda p, x: torch.mul(p.detach(), 2, out=torch.empty_like(x)),
     "gradient in anomaly detection": lambda p, x: looked_at(p),
+    "gradient of some": lambda p, x: gradient_of(p, (p * x).sum()),
     "gradient that a hook masks": lambda p, x: (p.register_hook(lambda g, keep=x > 0: g * keep), p * x)[1],
     "a count and more": lambda p, x: ((p > 0).sum() + 1) + (p < 1).sum(),
     "more and a count": lambda p, x: (p < 1).sum() + ((p > 0).sum() + 1),
@@ -143,6 +148,11 @@ def lerp_into(x: Tensor, y: Tensor, weight: float) -> None:
 def looked_at(p: Tensor) -> Any:
     with torch.autograd.set_detect_anomaly(True):
         (2 * p).sum().backward()
+    return p.grad
+
+
+def gradient_of(p: Tensor, loss: Tensor) -> Any:
+    loss.backward(inputs=[p])
     return p.grad
 
 

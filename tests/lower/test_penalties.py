@@ -90,6 +90,24 @@ def compare() -> None:
                 torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
 
 
+def check_inputs_of_each() -> None:
+    """Of two models on one mesh, one of which gets other rows on each rank."""
+    mesh, ids = init_device_mesh("cpu", (2,)), torch.zeros(4, 6, dtype=torch.int64)
+    torch.manual_seed(0)
+    of_rows, of_batches = (
+        autopar.parallelize(Tagger(), mesh, (ids, ids), constraints=("data=2",), profile=False, inputs=inputs)
+        for inputs in ("local", "global")
+    )
+    assert (torch.eye(16) - of_batches.head.weight @ of_batches.head.weight.T).requires_grad
+    with pytest.raises(autopar.errors.MeshError, match="would be that of this rank's rows only"):
+        torch.eye(16) - of_rows.head.weight @ of_rows.head.weight.T
+
+
+@pytest.mark.slow
+def test_a_model_of_own_rows_does_not_have_others_refused() -> None:
+    run_ranks(check_inputs_of_each, 2)
+
+
 @pytest.mark.slow
 def test_what_is_computed_of_parameters_outside_trains_as_on_one_device() -> None:
     run_ranks(compare, 2)

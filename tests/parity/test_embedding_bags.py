@@ -36,3 +36,24 @@ def test_parity(mode: str, padding: int | None, weighted: bool) -> None:
     plan = autopar.plan(model, cluster, inputs, constraints=constraints)
     report = autopar.verify(model, plan, inputs)
     assert max(report.loss_error, report.worst_gradient[1], report.parameter_error) < 1e-12
+
+
+class Taught(nn.Module):
+    def __init__(self, body: nn.Module, bag: nn.Module) -> None:
+        super().__init__()
+        self.body, self.bag = body, bag
+
+    def forward(self, ids: Tensor, starts: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.body(ids) + self.bag(ids.flatten(), starts) + self.bag(ids), y)
+
+
+@pytest.mark.parametrize("constraint", ["data=2", "tensor=2"])
+def test_sparse_gradients_are_dense_ones(constraint: str) -> None:
+    """They failed in the middle of a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(24, 8, sparse=True), nn.Flatten(), nn.Linear(40, 8)).double()
+    model = Taught(model, bag=nn.EmbeddingBag(24, 8, sparse=True).double())
+    inputs = {"ids": torch.randint(24, (16, 5)), "starts": torch.arange(0, 80, 5), "y": torch.rand(16, 8).double()}
+    plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, constraints=[constraint])
+    report = autopar.verify(model, plan, inputs)
+    assert max(report.loss_error, report.worst_gradient[1], report.parameter_error) < 1e-12

@@ -64,6 +64,17 @@ def inner_steps(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return (functional_call(net.body, weights, (y,)) - 1).square().mean()
 
 
+def inner_classes(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The same with cross entropies, some of whose targets are ignored."""
+    weights, targets = dict(net.body.named_parameters()), torch.where(y[:, 0] > 1, -100, y[:, 1:].argmax(1))
+    hidden = functional_call(net.body, weights, (x,)) * y
+    gradients = torch.autograd.grad(
+        functional.cross_entropy(hidden, targets), list(weights.values()), create_graph=True
+    )
+    stepped = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+    return functional.cross_entropy(functional_call(net.body, stepped, (x,)) * y, targets, label_smoothing=0.1)
+
+
 def twice(net: Any, x: Tensor, y: Tensor) -> Tensor:
     """A second derivative, and inputs that something does not depend on."""
     x, y = x.requires_grad_(), y.clone().requires_grad_()
@@ -101,6 +112,7 @@ CASES: dict[str, tuple[Call, Callable[[], list[nn.Module]]]] = {
     "norms": (penalty, norms),
     "forces": (forces, lambda: [nn.Tanh(), nn.Linear(16, 16), nn.Softplus()]),
     "inner_steps": (inner_steps, lambda: [nn.Tanh()]),
+    "inner_classes": (inner_classes, lambda: [nn.Tanh()]),
     "inner_convolutions": (inner_steps, convolutions),
     "orders": (orders, list),
     "twice": (twice, lambda: [nn.Tanh()]),

@@ -1,5 +1,7 @@
 """What the normalizing passes write, case by case; each program is also run against its model."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -592,6 +594,26 @@ def test_weight_norm_is_written_out(dim):
             return self.linear(x)
 
     program = check_equals_model(Normed(), {"x": X}, training=True).program
+    assert {op.rule_source for layer in program.layers for op in layer.ops} == {"rule"}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu")])
+def test_recurrent_cells_are_written_out(cell, bias):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell(8, 6, bias=bias)
+
+        def forward(self, x):
+            state, made = None, []
+            for _ in range(3):
+                state = self.cell(x, state)
+                made.append(state[0] if isinstance(state, tuple) else state)
+            return torch.stack(made, 1)
+
+    program = check_equals_model(Steps(), {"x": X}, training=True).program
     assert {op.rule_source for layer in program.layers for op in layer.ops} == {"rule"}
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autopar.errors import MeshError
 from autopar.lower.compat import (
@@ -56,6 +56,7 @@ from autopar.lower.parameters.known_meshes import (
     has_local_inputs,
     is_known,
     laid_as,
+    placements_of,
     read_whole,
     set_apart,
     share_largest,
@@ -177,15 +178,18 @@ def _compute(call: FunctionCall) -> Any:
     if any(stages_of(x) is not None for x in call.known):
         return _on_stages(call)
     is_whole = call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed())
-    return _on_whole(call) if is_whole else _natively(_with_whole_counts(call))
+    return _on_whole(call) if is_whole else _natively(_with_pending_finished(call))
 
 
-def _with_whole_counts(call: FunctionCall) -> FunctionCall:
-    """The same with pending sums of integers finished, where there are other tensors.
+def _with_pending_finished(call: FunctionCall) -> FunctionCall:
+    """The same with results finished of which ranks have parts that torch would bring together wrongly.
 
-    torch brings a whole one and a pending sum together by dividing the whole one, which makes an integer a float32.
+    - Norms and extremes, which are no sums: torch adds up the parts of ``p.norm(dim=0).sum()``.
+    - Sums of integers, where there are other tensors: torch divides a whole one, which makes an integer a float32.
     """
-    pending = {id(x) for x in call.known if _is_pending_count(x)} if len(call.known) > 1 else set[int]()
+    pending = {id(x) for x in call.known if len(call.known) > 1 and _is_pending_count(x)}
+    if call.name not in _KEEPS_NORMS:
+        pending |= {id(x) for x in call.known if _is_pending_norm(x, call)}
     if not pending:
         return call
     args, kwargs = map_leaves(lambda x: _replicated(x) if id(x) in pending else x, (call.args, dict(call.kwargs)))
@@ -193,8 +197,23 @@ def _with_whole_counts(call: FunctionCall) -> FunctionCall:
     return FunctionCall(call.function, args, kwargs, tensors, [x for x in tensors if isinstance(x, DTensor)])
 
 
+_KEEPS_NORMS = frozenset({"stack", "to", "detach", "clone"})
+"""Functions between the norms of parameters and the norm of these, which is one collective for all."""
+
+
 def _is_pending_count(x: DTensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) and any(each.is_partial() for each in x.placements)
+
+
+def _is_pending_norm(x: DTensor, call: FunctionCall) -> bool:
+    """Whether ranks have parts of it that are neither added up nor brought together by a norm of the same order."""
+    others = [each for each in placements_of(x) if each.is_partial() and not _adds_up(each)]
+    return bool(others) and {getattr(each, "norm_type", None) for each in others} != {norm_order(call)}
+
+
+def _adds_up(pending: Any) -> bool:
+    terms: Any = Partial  # of which those of norms are a subclass
+    return type(pending) is terms and pending.reduce_op in ("sum", "avg")
 
 
 def _on_stages(call: FunctionCall) -> Any:
@@ -321,6 +340,12 @@ def _gradients(call: FunctionCall) -> Any:
     return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
 
 
+def _accumulate(call: FunctionCall) -> None:
+    """``torch.autograd.backward(outputs, gradients, inputs=inputs)``, by which parameters get gradients."""
+    kwargs = {name: value if name == "inputs" else map_leaves(plain, value) for name, value in call.kwargs.items()}
+    call.function(*map_leaves(plain, call.args), **kwargs)
+
+
 def _unscale(call: FunctionCall) -> Any:
     """What gradient scalers call: an overflow in the gradients of one pipeline stage is one on all ranks."""
     result = write(call)
@@ -359,6 +384,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.backward: _backward,
     _tensor.register_hook: _register_hook,
     _torch.autograd.grad: _gradients,
+    _torch.autograd.backward: _accumulate,
     _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _torch._fused_sgd_: _on_parts,
     _torch._fused_adagrad_: _on_parts,

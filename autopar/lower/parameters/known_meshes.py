@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import RankError
-from autopar.lower.autograd import call_function
+from autopar.lower.autograd import call_function, leaves_behind
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_tensor
 from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
@@ -152,9 +152,15 @@ def meet_for_file(calls: CallConsensus, *, is_needed: bool) -> None:
 
 
 def has_local_inputs(x: DTensor) -> bool:
-    """Whether plain tensors may be other ones on each rank: the rows of its data rank."""
+    """Whether `x` is made of parameters of a module that gets other plain tensors on each rank: the rows of its data
+    rank.
+
+    Modules that only wait to be collected have no say: ranks collect them at different times.
+    """
     modules: Any = _KNOWN[id(x.device_mesh)].modules
-    return any(module.call_inputs is not None and module.call_inputs.is_local for module in modules)
+    local = [module for module in modules if module.call_inputs is not None and module.call_inputs.is_local]
+    parameters = {id(p) for module in local for p in module.parameters()}
+    return bool(parameters) and any(id(leaf) in parameters for leaf in leaves_behind(x))
 
 
 def is_whole(x: DTensor) -> bool:

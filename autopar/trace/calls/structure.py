@@ -1,7 +1,7 @@
 """Structures of inputs and outputs: nested containers taken apart into tensors, and rebuilt.
 
 A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class
-registered with it) and, beyond that, into dataclasses that nobody registered.
+registered with it) and, beyond that, into dataclasses that nobody registered and ``torch.distributions``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, Transform
 
 from autopar.trace.compat.flex_attention import BlockMaskForm, open_block_mask
 from autopar.trace.compat.torch_internals import flatten_one_level, unflatten
@@ -88,7 +89,7 @@ def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure
             return Leaf(len(tensors) - 1, path)
         if isinstance(part, _PLAIN):
             return Constant(part, path)
-        opened = flatten_one_level(part) or _open_block_mask(part) or _open_dataclass(part)
+        opened = flatten_one_level(part) or _open_block_mask(part) or _open_dataclass(part) or _open_distribution(part)
         if opened is None:
             return Constant(part, path) if opaque_is_constant else Dropped(type(part).__qualname__, path)
         keys, children, context = opened
@@ -106,7 +107,7 @@ def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
     if isinstance(structure, Dropped):
         return None
     children = [rebuild(child, entries) for child in structure.children]
-    if isinstance(structure.context, _DataclassContext):
+    if isinstance(structure.context, _DataclassContext | _DistributionContext):
         return structure.context.build(children)
     if structure.context is BlockMaskForm:
         return children[-1].build(children[:-1])
@@ -131,6 +132,47 @@ class _DataclassContext:
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
+
+
+@dataclass(frozen=True)
+class _DistributionContext:
+    """A distribution of torch, or what transforms one.
+
+    Args:
+        kind: its class.
+        names: of its attributes.
+        rows: the first size of each that is a tensor or a distribution.
+    """
+
+    kind: type[Any]
+    names: tuple[str, ...]
+    rows: tuple[int | None, ...]
+
+    def build(self, children: Sequence[Any]) -> Any:
+        """One of these attributes, whose tensors may have other rows than those that were described."""
+        made: Any = object.__new__(self.kind)
+        attributes = dict(zip(self.names, children, strict=True))
+        shape: Sequence[int] = attributes.get("_batch_shape", ())
+        rows = [(old, new) for old, new in zip(self.rows, map(_rows, children), strict=True) if new is not None]
+        now = [new for old, new in rows if shape and old == shape[0]]
+        if now:
+            attributes["_batch_shape"] = torch.Size([now[0], *shape[1:]])
+        made.__dict__.update(attributes)
+        return made
+
+
+def _rows(value: Any) -> int | None:
+    distribution: Any = value if isinstance(value, Distribution) else None
+    shape = getattr(value, "shape", ()) if distribution is None else distribution.batch_shape
+    return shape[0] if shape else None
+
+
+def _open_distribution(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    if not isinstance(value, Distribution | Transform):
+        return None
+    attributes: Mapping[str, Any] = vars(cast("object", value))
+    names, children = tuple(attributes), tuple(attributes.values())
+    return names, children, _DistributionContext(type(cast("object", value)), names, tuple(map(_rows, children)))
 
 
 def holds_tensors(value: Any) -> bool:

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.objects.references import redirect
+from autopar.trace.compat.composite_ops import PIECES
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -279,11 +280,7 @@ def intercept_autograd_functions(
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Functional ATen with composite ops (linear, attention, norms, losses) kept whole.
-
-    The kernel of weight norm reads beyond its operands if their shapes don't belong together, so nobody may run
-    it to find out how it splits; its pieces have rules.
-    """
+    """Functional ATen with composite ops (linear, attention, norms, losses) kept whole, but for those of `PIECES`."""
     _materialize_cpp_cia_ops()  # once, not again for each namespace of ops: it takes as long as a small layer
     # Checks of inputs would be generated, and dropped afterwards.
     with (
@@ -291,7 +288,7 @@ def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.Ex
         patch("torch.export._unlift._ok_to_generate_guards_fn", lambda: False, create=True),
         patch.object(WrapWithAutocast, "__call__", _interpret_autocast),
     ):
-        return program.run_decompositions({torch.ops.aten._weight_norm.default: _weight_norm})
+        return program.run_decompositions(dict(PIECES))
 
 
 def _interpret_autocast(
@@ -305,7 +302,7 @@ def _interpret_autocast(
 
 def stays(target: Any) -> bool:
     """Whether `run_decompositions` leaves a plain op that writes to nothing as it is, whatever it is called with."""
-    if target is torch.ops.aten._weight_norm.default or str(target).startswith("aten.lift_fresh"):
+    if target in PIECES or str(target).startswith("aten.lift_fresh"):
         return False
     if shared(target):
         return str(target) in _VIEWS
@@ -321,11 +318,6 @@ _VIEWS = frozenset({
     "aten.squeeze.default", "aten.squeeze.dim", "aten.t.default", "aten.view_as_complex.default",
     "aten.view_as_real.default",
 })  # fmt: skip
-
-
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`v` with norms `g` over all dims but `dim`, or over all dims if that is -1."""
-    return v * (g / torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=True))
 
 
 def is_cast_on_gpus(name: str) -> bool:

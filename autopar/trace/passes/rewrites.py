@@ -19,6 +19,7 @@ from autopar.trace.graph import Graph, Names
 __all__ = [
     "LOG_SOFTMAXES",
     "Writer",
+    "make_gradients_dense",
     "rewrite",
     "rewrite_batch_norm",
     "rewrite_cross_entropy",
@@ -155,13 +156,12 @@ def rewrite_losses(graph: Graph) -> Graph:
     """Losses with a reduction become the loss of each position, a sum, and for "mean" a division."""
 
     def write(writer: Writer, op: Op) -> None:
-        place = _reduction_place(op)
-        if place is None or op.target.startswith(_NOT_ELEMENTWISE):
+        reduction = _named_argument(op, "reduction", _MEAN)
+        if reduction is None or op.target.startswith(_NOT_ELEMENTWISE):
             return
-        reduction = argument(op, place, "reduction", _MEAN)
         if reduction == _NONE or len(op.results) != 1:
             return
-        each = _with_argument(op, place, _NONE)
+        each = _with_argument(op, "reduction", _NONE)
         each_type = infer_type(each, writer)
         terms = writer.add(op.target, each.args, each_type, each.kwargs)
         if reduction == _SUM:
@@ -173,15 +173,29 @@ def rewrite_losses(graph: Graph) -> Graph:
     return rewrite(graph, write)
 
 
-def _reduction_place(op: Op) -> int | None:
+def make_gradients_dense(graph: Graph) -> Graph:
+    """Embeddings with ``sparse=True`` become ordinary ones, whose gradients can be reduced and cut like all others.
+
+    Their values are the same. Optimizers for sparse gradients alone say that they got dense ones.
+    """
+
+    def step(op: Op) -> list[Op] | None:
+        return [_with_argument(op, "sparse", False)] if _named_argument(op, "sparse", False) else None
+
+    return graph.rewrite(step)
+
+
+def _named_argument(op: Op, name: str, default: Arg) -> Arg:
+    """What it gets as `name`; None if there is no such argument."""
     names = argument_names(op.target)
-    return names.index("reduction") if "reduction" in names else None
+    return argument(op, names.index(name), name, default) if name in names else None
 
 
-def _with_argument(op: Op, place: int, value: Arg) -> Op:
+def _with_argument(op: Op, name: str, value: Arg) -> Op:
+    place = argument_names(op.target).index(name)
     if len(op.args) > place:
         return replace(op, args=(*op.args[:place], value, *op.args[place + 1 :]))
-    return replace(op, kwargs=(*((k, v) for k, v in op.kwargs if k != "reduction"), ("reduction", value)))
+    return replace(op, kwargs=(*((k, v) for k, v in op.kwargs if k != name), (name, value)))
 
 
 def infer_type(op: Op, writer: Writer) -> TensorType:

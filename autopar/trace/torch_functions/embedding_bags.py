@@ -35,7 +35,7 @@ def _bags(kernel: Callable[..., Any], signature: inspect.Signature, /, *args: An
     call: Any = SimpleNamespace(**bound.arguments)
     ids, weights, padding = call.input, call.per_sample_weights, call.padding_idx
     is_usual = call.offsets is None and call.max_norm is None and not call.scale_grad_by_freq
-    if not is_usual or call.mode not in ("sum", "mean") or ids.dim() != 2 or not ids.shape[1] or call.sparse:
+    if not is_usual or call.mode not in ("sum", "mean") or ids.dim() != 2 or not ids.shape[1]:
         return kernel(*args, **kwargs)
     if weights is not None and (call.mode != "sum" or weights.shape != ids.shape):
         return kernel(*args, **kwargs)  # which says what is wrong

@@ -66,7 +66,14 @@ def _average_pool_backward(
 
 # Some ops of backward passes have no derivative, or no rule.  The statistics that a norm's kernel returns pass on no
 # gradient, which its second derivative needs.
-_SPELLED_OUT = ("_backward", "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
+_SPELLED_OUT = (
+    "_backward",
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_fused_rms_norm",
+    "nll_loss",
+)
 _DECOMPOSITIONS = {
     **torch_internals.written_out(_SPELLED_OUT),
     torch.ops.aten.convolution_backward.default: _convolution_backward,
