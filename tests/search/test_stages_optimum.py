@@ -19,7 +19,7 @@ from autopar.schedules.action_lists import (
     simulate_schedule,
 )
 from autopar.schedules.critical_paths import schedule_paths
-from autopar.schedules.packing import pack
+from autopar.schedules.packing import Packing, pack
 from autopar.search.chain.cost_tables import CostTables, LayerCosts, Transfer, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
@@ -428,3 +428,23 @@ def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:
         assert (takes @ amounts <= limits * (1 + 1e-9)).all()
         assert (gains @ takes >= 1 - 1e-9).all()  # so no sum is larger than what the limits are worth
         assert amounts.sum() == pytest.approx(gains @ limits)
+
+
+def test_a_packing_with_other_limits_is_what_it_is_from_the_beginning() -> None:
+    random = np.random.default_rng(2)
+    for rows, columns in ((1, 1), (3, 5), (20, 12), (40, 60)):
+        takes, limits = random.uniform(0.1, 1.0, (rows, columns)), random.uniform(1.0, 2.0, rows)
+        packing = Packing(takes, limits)
+        packing.solve()
+        for _ in range(6):
+            takes, limits = np.vstack([takes, random.uniform(0.1, 1.0, columns)]), np.append(limits, 1.3)
+            packing.add_limit(takes[-1], limits[-1])
+            one_more = packing.solve()[0].sum()
+            assert one_more == pytest.approx(pack(takes, limits)[0].sum())
+            limits = limits * random.uniform(0.7, 1.4, len(limits))
+            packing.change_limits(limits)
+            amounts, gains = packing.solve()
+            assert amounts.sum() == pytest.approx(pack(takes, limits)[0].sum())
+            assert (takes @ amounts <= limits * (1 + 1e-9)).all()
+            assert (gains @ takes >= 1 - 1e-9).all()
+            assert amounts.sum() == pytest.approx(gains @ limits)

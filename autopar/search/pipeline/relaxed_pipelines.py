@@ -25,7 +25,7 @@ import numpy.typing as npt
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import COSTS, ScheduleActions
 from autopar.schedules.critical_paths import moments, schedule_paths
-from autopar.schedules.packing import pack
+from autopar.schedules.packing import Packing
 from autopar.search.chain.cost_tables import CostTables, LayerCosts
 from autopar.search.pipeline.bound_multipliers import MultiplierSearch
 
@@ -161,6 +161,7 @@ class _Problem:
     tied_s: Array = field(default_factory=lambda: np.zeros(0))
     # By reader, ``[forward or backward, state]``: the least that it takes to bring what skips layers.
     skipped: dict[int, Array] = field(default_factory=dict[int, Array])
+    programs: dict[bool, Packing] = field(default_factory=dict[bool, Packing])  # of `first`, with and without a limit
 
     @classmethod
     def of(
@@ -256,7 +257,11 @@ class _Problem:
             left = tables.limit_bytes - self.is_of_group[:, [0, -1]] @ fixed_bytes
             limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
         limits[: len(chain_s)] = np.maximum(limits[: len(chain_s)], _LITTLE * step_s)
-        gains = pack(takes, limits)[1]
+        if limited not in self.programs:
+            self.programs[limited] = Packing(takes, limits)
+        program = self.programs[limited]
+        program.change_limits(limits)
+        gains = program.solve()[1]
         chains, memory = gains[: len(chain_s)], gains[len(chain_s) :]
         if not chains.sum() > 0:
             return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.in_flight))
