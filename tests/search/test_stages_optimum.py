@@ -251,6 +251,24 @@ def test_a_limit_makes_a_bound_no_lower(shape: Shape, seed: int) -> None:
     assert tight_s >= 1.05 * endless_s
 
 
+@pytest.mark.parametrize("num_microbatches", [8, 32])
+def test_bounds_know_that_layers_are_whole_and_groups_have_limits(num_microbatches: int) -> None:
+    """Of ten equal layers one of eight device groups has two; shared out evenly they would take up to 31 % less."""
+    shape = Shape("1f1b", 8, 8, num_microbatches)
+    one = make_tables(3, 10, 4, num_microbatches).layers[0]
+    tables = CostTables(num_microbatches, 2, (one,) * 10, (None,) * 9)
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    before_s = 0.0
+    for share in (1.0, 0.8, 0.6, 0.5):
+        own = replace(tables, limit_bytes=share * free.peak_bytes)
+        found = search_shapes(own, shape).best
+        assert found is not None
+        bound_s = max(relaxed_bounds(own, shape, shape.actions(schedule_actions), 2 * found.step_s))
+        assert max(before_s, 0.89 * found.step_s) < bound_s <= found.step_s
+        before_s = bound_s
+
+
 @pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "dualpipev"])
 def test_of_equal_layers_the_relaxed_pipeline_is_nearly_the_best(schedule: str) -> None:
     """As many layers as stages can share evenly, which need no more than the fill and drain of the schedule."""

@@ -28,6 +28,7 @@ from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import Packing
 from autopar.search.chain.cost_tables import CostTables, LayerCosts
 from autopar.search.pipeline.bound_multipliers import MultiplierSearch
+from autopar.search.pipeline.pipeline_bounds import least_within_s
 
 __all__ = ["relaxed_bounds", "takes_longer"]
 
@@ -73,7 +74,10 @@ def relaxed_bounds(
     if shape.num_stages > len(tables.layers):
         yield math.inf
         return
-    best_s, most_layers = 0.0, _most_layers(tables, shape, enough_s)
+    best_s, most_layers = least_within_s(tables, shape), _most_layers(tables, shape, enough_s)
+    if best_s >= enough_s:
+        yield best_s
+        return
     for is_thorough in (False, True):
         problem = _Problem.of(tables, shape, actions, most_layers, cuts, is_thorough=is_thorough)
         search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
