@@ -158,6 +158,36 @@ def trained_by(kind: Any, prepare: Any) -> list[float]:
     return losses
 
 
+class Stacked(torch.optim.Optimizer):
+    """Momentum of all parameters of a group in one tensor, as they have one shape; each step needs all gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        named = list[Any](parameters)
+        groups = [{"params": [p for p in named if p.dim() != 2], "is_stacked": False}]
+        groups += [
+            {"params": [p for p in named if p.shape == shape], "is_stacked": True, "lr": 0.2}
+            for shape in sorted({p.shape for p in named if p.dim() == 2})
+        ]
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            if not group["is_stacked"]:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(group["lr"] * p.grad)
+                continue
+            gradients, state = torch.stack([p.grad for p in group["params"]]), self.state[group["params"][0]]
+            momentum = state.setdefault("momentum", torch.zeros_like(gradients))
+            stacked = torch.stack(group["params"]) - group["lr"] * momentum.lerp_(gradients, 0.5)
+            torch._foreach_copy_(group["params"], list(stacked.unbind(0)))
+
+
+def stacked(prepare: Any) -> list[float]:
+    return trained_by(Stacked, prepare)
+
+
 def lamb(prepare: Any) -> list[float]:
     """Each parameter by itself, but whole."""
     return trained_by(Lamb, prepare)
@@ -254,7 +284,7 @@ def check_one_rank() -> None:
         call()
 
 
-LOOPS = (lbfgs, normalized, lamb, flagged, centered, unfrozen)
+LOOPS = (lbfgs, normalized, stacked, lamb, flagged, centered, unfrozen)
 
 
 def test_parts_of_a_model() -> None:

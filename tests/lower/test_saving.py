@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
@@ -44,15 +43,54 @@ def on_ranks(name: str, plan: Plan, action: Any) -> list[Any]:
     return simulate(plan.world_size, lambda c: action(build(model, traced, plan, c)))
 
 
-def test_a_file_of_slices_is_refused() -> None:
+def reloaded(saved: Any) -> Any:
+    """What a file of it has; every rank calls it."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def assert_same_state(found: Any, expected: Any) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is Tensor
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_file_of_a_state_is_that_of_the_whole_model(name: str) -> None:
+    model, _, traced = traced_model(name)
+    expected: Any = model.state_dict()
+
     def save(parallel: Any) -> None:
         state = parallel.state_dict()
         assert any(isinstance(value, DTensor) for value in state.values())
-        for saved in (state, {"model": state}, copy.copy(state), copy.deepcopy(state)):
-            with pytest.raises(ModelError, match=r"this rank's slices.*full_state_dict\(\) on every rank"):
-                torch.save(saved, io.BytesIO())
+        best = copy.deepcopy(state)
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.add_(1)
+        for saved in (best, copy.copy(best)):
+            assert_same_state(reloaded(saved), expected)
+        loaded = reloaded({"model": best, "epoch": 3, "prefixed": parallel.state_dict(prefix="net.")})
+        assert_same_state(loaded["model"], expected)
+        assert loaded["model"]._metadata == expected._metadata
+        assert len({x.data_ptr() for x in loaded["model"].values()}) == len({x.data_ptr() for x in expected.values()})
+        assert_same_state(loaded["prefixed"], {f"net.{name}": x for name, x in parallel.full_state_dict().items()})
 
-    on_ranks("gpt2", plans(traced_model("gpt2")[2])[0], save)
+    for plan in plans(traced):
+        on_ranks(name, plan, save)
+
+
+def test_a_state_whose_entries_were_replaced_is_refused_with_stages() -> None:
+    def save(parallel: Any) -> None:
+        state = parallel.state_dict()
+        for name in state:
+            state[name] = state[name].half() if isinstance(state[name], DTensor) else state[name]
+        with pytest.raises(ModelError, match=r"was replaced or removed, or has another dtype.*full_state_dict\(\)"):
+            torch.save(state, io.BytesIO())
+
+    on_ranks("llama", plans(traced_model("llama")[2])[1], save)
 
 
 def test_a_state_is_kept_and_loaded_again() -> None:
@@ -143,15 +181,3 @@ def test_save_pretrained_writes_whole_weights_once(name: str, tmp_path: Path) ->
         assert type(loaded) is kind
         assert loaded.config.architectures == [kind.__name__]
         torch.testing.assert_close(loaded(**inputs).logits, expected.logits, rtol=1e-9, atol=1e-9)
-
-
-def test_the_state_of_a_wrapper_is_refused_in_a_file_and_says_what_to_save() -> None:
-    def act(model: Any) -> None:
-        average = AveragedModel(model)
-        state = average.state_dict()
-        for each in (state, copy.deepcopy(state), {"ema": state}):
-            with pytest.raises(ModelError, match=r"such as AveragedModel.* has this rank's slices.*full_state_dict"):
-                torch.save(each, io.BytesIO())
-        average.load_state_dict(copy.deepcopy(state))
-
-    on_ranks("plain_gpt", plans(traced_model("plain_gpt")[2])[0], act)

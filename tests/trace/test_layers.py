@@ -350,6 +350,18 @@ def test_layers_are_divided_so_that_each_has_a_stage_that_holds_what_it_reads():
     check_well_formed(program)
 
 
+def test_what_several_stages_hold_runs_in_the_first_of_them() -> None:
+    """Else the first stage of a model whose first and last weights are tied has no layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[2].weight = model[0].weight
+    stages_of = {f"{number}.{kind}": frozenset({1}) for number in range(3) for kind in ("weight", "bias")}
+    stages_of |= dict.fromkeys(("0.weight", "2.weight", "0.bias"), frozenset({0, 1}))
+    program = trace(model, (torch.randn(4, 8),), {}, needs=LayerNeeds(stages_of)).program
+    read = [[program.parameters[name] for name in layer.state] for layer in program.layers]
+    assert read == [["0.weight", "0.bias"], ["1.weight", "1.bias", "0.weight", "2.bias"]]
+
+
 @pytest.mark.slow
 def test_small_models_are_cut_into_as_many_layers_as_stages_need():
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ of parallel modules (`known_meshes`)
 - a change in place by plain tensors changes this rank's part by its part of them, or the whole tensor where it is not
   one for each element (`dtensor_writes`);
 - random numbers are those that one device draws (`dtensor_draws`);
+- collectives of a script see whole tensors (`script_collectives`);
 - views that were gathered follow the tensor that they are of, and it follows them (`view_writes`);
 - what torch has no rule for runs on whole tensors.
 
@@ -60,8 +61,9 @@ from autopar.lower.parameters.known_meshes import (
     share_largest,
     stages_of,
 )
-from autopar.lower.parameters.optimizer_state import refuse_file
+from autopar.lower.parameters.optimizer_state import reduce_whole
 from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
+from autopar.lower.parameters.script_collectives import is_collective, run_collective
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
 from autopar.objects.tensor_questions import QUESTIONS
@@ -156,6 +158,8 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = _RULES.get(function)
     if rule is not None:
         return rule(call)
+    if is_collective(call):
+        return run_collective(call)
     if is_write(call.name):
         return draw_in_place(call) if draws_in_place(call) else write(call)
     if kwargs.get("out") is not None:
@@ -349,7 +353,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _SET_GRAD: set_grad,
     _tensor.__float__: _number,
     _tensor.__format__: _format,
-    _tensor.__reduce_ex__: refuse_file,
+    _tensor.__reduce_ex__: lambda call: reduce_whole(*call.args),
     _tensor.__deepcopy__: copy_deeply,
     _tensor.new_empty: _new_empty,
     _tensor.backward: _backward,

@@ -25,9 +25,9 @@ from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_te
 from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
 
 __all__ = [
-    "as_computed", "compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "note_step",
-    "placements_of", "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms", "stage_state",
-    "stages_of",
+    "as_computed", "compare_plain", "has_local_inputs", "is_known", "is_of_stages", "is_whole", "know_mesh", "laid_as",
+    "note_step", "placements_of", "read_whole", "set_apart", "share_largest", "share_whole", "stage_norms",
+    "stage_state", "stages_of",
 ]  # fmt: skip
 
 
@@ -110,10 +110,21 @@ def stages_of(x: Tensor) -> StageTensors | None:
     return None if known is None else known.stages
 
 
+def is_of_stages(x: DTensor) -> bool:
+    """Whether it is of a module with pipeline stages, whose other stages have tensors that this rank does not."""
+    known = _KNOWN[id(x.device_mesh)]
+    return known.stages is not None or not known.is_whole_world
+
+
 def has_local_inputs(x: DTensor) -> bool:
     """Whether plain tensors may be other ones on each rank: the rows of its data rank."""
     modules: Any = _KNOWN[id(x.device_mesh)].modules
     return any(module.call_inputs is not None and module.call_inputs.is_local for module in modules)
+
+
+def is_whole(x: DTensor) -> bool:
+    """Whether each rank of its mesh has all of it."""
+    return all(each.is_replicate() for each in placements_of(x))
 
 
 def read_whole(x: DTensor) -> Tensor:
@@ -127,7 +138,7 @@ def read_whole(x: DTensor) -> Tensor:
         with _reading(calls), torch.no_grad():
             whole = stages.whole(x)
         return as_computed(x, whole) if is_differentiable else whole
-    if all(each.is_replicate() for each in placements_of(x)):
+    if is_whole(x):
         return x.full_tensor() if is_differentiable else local_tensor(x).detach()
     return x.full_tensor()
 
@@ -137,7 +148,7 @@ def _full_tensor(x: DTensor, own: Callable[[], Tensor]) -> Tensor:
         return own()
     if stages_of(x) is not None:
         return read_whole(x)
-    if all(each.is_replicate() for each in placements_of(x)):
+    if is_whole(x):
         return own()
     with _reading(_calls(x)):
         return own()

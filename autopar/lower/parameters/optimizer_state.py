@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.errors import ModelError, OptimizerError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.full_state import SAVE_INSTEAD
-from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole, stage_state, stages_of
+from autopar.lower.parameters.known_meshes import is_known, is_of_stages, laid_as, read_whole, stage_state, stages_of
 from autopar.lower.parameters.other_stages import is_elsewhere
 
 __all__ = [
-    "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "refuse_file", "whole_optimizer_state",
+    "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "reduce_whole", "whole_optimizer_state",
     "wraps_another",
 ]  # fmt: skip
 
@@ -119,11 +119,22 @@ def _is_like(x: Any, parameter: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == parameter.shape
 
 
-def refuse_file(*_: Any) -> NoReturn:
-    """Raise ModelError: a part of a tensor is about to be pickled."""
-    raise ModelError(
-        "a parameter, gradient or optimizer state of a parallelized model is this rank's part of a whole tensor, so "
-        f"that a file of it is no checkpoint. For weights, {SAVE_INSTEAD}. For an optimizer, save "
-        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. For "
-        "other tensors save x.full_tensor(). torch.distributed.checkpoint saves the parts themselves, from all ranks"
-    )
+def reduce_whole(x: DTensor, protocol: Any) -> Any:
+    """What pickle, and so ``torch.save``, is given of a parameter, gradient or state: the whole tensor, on the host.
+
+    Every rank saves it, unless ranks have whole ones.
+
+    Raises:
+        ModelError: it is of pipeline stages, so that the state that it is in lacks those of other stages.
+    """
+    if is_of_stages(x):
+        raise ModelError(
+            "a parameter, gradient or optimizer state of a parallelized model with pipeline stages is about to be "
+            f"saved, but what it is in has those of this rank's stages only. For weights, {SAVE_INSTEAD}. For an "
+            "optimizer, save model.full_optimizer_state_dict(optimizer), which every rank calls; "
+            "optimizer.load_state_dict takes it. For other tensors save x.full_tensor(). torch.distributed.checkpoint "
+            "saves the parts themselves, from all ranks"
+        )
+    whole = read_whole(cast("DTensor", x.detach())).cpu()
+    made: Any = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
+    return made.__reduce_ex__(protocol)

@@ -229,31 +229,48 @@ def _is_joint(optimizer: Optimizer, *, has_closure: bool) -> bool:
     """Whether a step on parameters of pipeline stages is one that all ranks make together, as it depends on all
     parameters, or runs the model.
     """
-    of_stages = ((group, p) for group in optimizer.param_groups for p in group["params"] if stages_of(p) is not None)
-    first = next(of_stages, None)
-    return first is not None and (has_closure or _couples(optimizer, *first))
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    of_stages = [(group, p) for group in groups for p in group["params"][:1] if stages_of(p) is not None]
+    return bool(of_stages) and (has_closure or any(_couples(optimizer, *each) for each in of_stages))
 
 
 def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    """Whether steps on two parameters differ from those on each alone."""
+    """Whether steps on two parameters differ from those on each alone, or fail without all gradients, as where
+    parameters of a group have one shape, and their gradients are stacked.
+    """
     known = _TRIALS.setdefault(optimizer, {})
-    if "couples" not in known:
+    key = ("couples", repr(_flags_of(group)))
+    if key not in known:
         make, generator = _twin(optimizer, group, _flags(optimizer, parameter)), torch.Generator().manual_seed(0)
         draws = torch.randn(2, _TRIAL_STEPS + 1, 4, 4, generator=generator).to(parameter.device)
         draws[1] *= 100.0  # what is computed of both is far from what is computed of the first
-        try:
-            with generators_kept(draws.device):
-                together = _train(make, *draws)
-                alone = [each for draw in draws for each in _train(make, draw)]
-            known["couples"] = not all(map(torch.allclose, together, alone))
-        except Exception:  # noqa: BLE001  (a foreign optimizer)
-            known["couples"] = False
-    return known["couples"]
+        with generators_kept(draws.device):
+            known[key] = not _treats_each_alone(make, draws)
+    return known[key]
+
+
+def _treats_each_alone(make: Callable[..., Optimizer], draws: Tensor) -> bool:
+    """Whether each of two parameters is trained as if it were the only one that has a gradient, or the only one."""
+    first, second = draws
+    try:
+        together, alone = _train(make, first, second), [*_train(make, first), *_train(make, second)]
+    except Exception:  # noqa: BLE001  (a foreign optimizer, which may also require a closure)
+        return True
+    try:
+        with_one = [_train(make, first, second, without=(1,))[0], _train(make, first, second, without=(0,))[1]]
+        _train(make, first, second, without=(0, 1))
+    except Exception:  # noqa: BLE001  (of the same optimizer: it needs the gradients that are missing)
+        return False
+    return all(map(torch.allclose, [*together, *with_one], [*alone, *alone]))
 
 
 def _flags(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     """What an optimizer's state says about how a parameter is treated."""
-    return {name: x for name, x in optimizer.state.get(parameter, {}).items() if isinstance(x, bool | str)}
+    return _flags_of(optimizer.state.get(parameter, {}))
+
+
+def _flags_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if isinstance(x, bool | str)}
 
 
 def _twin(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, Any]) -> Callable[..., Optimizer]:
@@ -380,13 +397,16 @@ def _are_close(x: Tensor, expected: Tensor, start: Tensor, tolerance: float) -> 
     return bool((x - expected).abs().max() <= tolerance * (expected - start).abs().max())
 
 
-def _train(make: Callable[..., Optimizer], *draws: Iterable[Tensor]) -> list[Tensor]:
-    """Train one parameter for each of `draws`, which is where it starts and then a gradient for each step."""
+def _train(make: Callable[..., Optimizer], *draws: Iterable[Tensor], without: tuple[int, ...] = ()) -> list[Tensor]:
+    """Train one parameter for each of `draws`, which is where it starts and then a gradient for each step.
+
+    The parameters at the places `without` get no gradients.
+    """
     starts, *gradients = zip(*draws, strict=True)
     parameters = [nn.Parameter(start.clone()) for start in starts]
     optimizer = make(*parameters)
     for each in gradients:
-        for parameter, gradient in zip(parameters, each, strict=True):
-            parameter.grad = gradient.clone()
+        for place, (parameter, gradient) in enumerate(zip(parameters, each, strict=True)):
+            parameter.grad = None if place in without else gradient.clone()
         optimizer.step()
     return [parameter.detach() for parameter in parameters]

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
+from autopar.lower.parameters.known_meshes import is_known, is_whole, read_whole
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.skeleton import check_conversion, state_names
@@ -74,14 +76,50 @@ class ModuleState(nn.Module):
             del vars(self)["_asking"]
 
     def _own_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        prefix = kwargs.get("prefix", "")
         if not args and kwargs.get("destination") is None:
-            kwargs["destination"] = StateDict()
+            kwargs["destination"] = StateDict(whole=weakref.WeakMethod(self._whole_state), prefix=prefix)
         untyped: Any = super()
         state = untyped.state_dict(*args, **kwargs)
-        notes, own = getattr(state, "_metadata", None), kwargs.get("prefix", "")[:-1]
-        if notes and not isinstance(state, StateDict) and own in notes:  # the state of a module around this one
+        notes, own = getattr(state, "_metadata", None), prefix[:-1]
+        is_inner = not isinstance(state, StateDict) and self._executor.stages.is_pipeline
+        if is_inner and notes and own in notes:  # the state of a module around this one
             notes[own] = SliceMetadata(notes[own])
         return state
+
+    def _whole_state(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """`state`, what `state_dict` has given, with whole tensors of all stages, on the host; every rank calls it,
+        unless all tensors are whole.
+        """
+        has_stages = self._executor.stages.is_pipeline
+        if not has_stages and all(is_whole(x) for x in state.values() if isinstance(x, DTensor)):
+            return _on_host(state, _storage_of, lambda _, x: local_tensor(x))
+        with self._together("torch.save of state_dict() {}"), torch.no_grad():
+            if not has_stages:
+                return _on_host(
+                    state,
+                    _storage_of,
+                    lambda name, x: read_whole(x) if is_known(x) else self._whole(name.removeprefix(prefix), x),
+                )
+            names, first = state_names(self, self._store.stored), self._store.first_name
+            self._check_own({name: state.get(prefix + name) for name in names if name in self._store.stored}, prefix)
+            every = {name: state.get(name) for name in (*(prefix + name for name in names), *state)}
+            return _on_host(
+                every,
+                lambda name, _: first.get(name.removeprefix(prefix), name),
+                lambda name, x: self._whole(name.removeprefix(prefix), x),
+            )
+
+    def _check_own(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Raise ModelError if an entry is not as stages share it, so that ranks would wait for each other."""
+        for name, x in state.items():
+            stored = self._store.stored[name]
+            is_as_stored = isinstance(x, DTensor) and tuple(x.shape) == stored.shape and x.dtype == stored.dtype
+            if self._executor.stages.group in stored.groups and not is_as_stored:
+                raise ModelError(
+                    f"{prefix + name} of a state_dict() that is about to be saved was replaced or removed, or has "
+                    "another dtype, and other pipeline stages can't know that: change what full_state_dict() gives"
+                )
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it.
@@ -214,6 +252,30 @@ class ModuleState(nn.Module):
 
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
         return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
+
+
+def _on_host(
+    state: Mapping[str, Any], key_of: Callable[[str, Any], Any], read: Callable[[str, Any], Tensor]
+) -> dict[str, Any]:
+    """`state` with whole tensors in the place of DTensors, and of None, which other stages have; `read` is called once
+    for each key, so that tied weights stay one tensor.
+    """
+    whole: dict[Any, Tensor] = {}
+
+    def entry(name: str, x: Any) -> Any:
+        if x is not None and not isinstance(x, DTensor):
+            return x
+        key = key_of(name, x)
+        if key not in whole:
+            whole[key] = read(name, x).detach().cpu()
+        return whole[key]
+
+    return {name: entry(name, x) for name, x in state.items()}
+
+
+def _storage_of(_: str, x: DTensor) -> Any:
+    local = local_tensor(x)
+    return storage_key(local), local.storage_offset(), local.shape
 
 
 def share_buffers(module: nn.Module, executable: Executable, communicator: Communicator) -> Callable[[], None]:

@@ -78,7 +78,7 @@ def divide_layers(graph: Graph, layers: Sequence[OpSpan], needs: LayerNeeds) -> 
         )
     stages_of = needs.stages_of
     crossing = crossings(graph) if stages_of or len(layers) < needs.count else []
-    made = [part for layer in layers for part in _divide_layer(graph, layer, stages_of, crossing)]
+    made = _divide_for_stages(graph, layers, stages_of, crossing) if stages_of else list(layers)
     while len(made) < needs.count:
         readers = [_readers(graph, layer) for layer in made]
         most = max(range(len(made)), key=lambda i: len(readers[i]))
@@ -104,23 +104,29 @@ def _middle(readers: Sequence[int], crossing: Sequence[Crossing]) -> int:
     return readers[min(places, key=lambda i: (crossing[readers[i]].num_values, abs(i - middle)))]
 
 
-def _divide_layer(
-    graph: Graph, layer: OpSpan, stages_of: Mapping[str, frozenset[int]], crossing: Sequence[Crossing]
+def _divide_for_stages(
+    graph: Graph, layers: Sequence[OpSpan], stages_of: Mapping[str, frozenset[int]], crossing: Sequence[Crossing]
 ) -> list[OpSpan]:
-    starts, last_reader = [layer.start], layer.start
-    common: frozenset[int] | None = None  # the stages that hold what the ops since the last cut read
-    for place in layer.places:
-        names = [graph.parameters.get(operand, "") for operand in graph.ops[place].operands]
-        stages = [stages_of[name] for name in names if name in stages_of]
-        if not stages:
-            continue
-        own = stages[0].intersection(*stages[1:])
-        if common is not None and not common & own:
-            starts.append(min(range(last_reader + 1, place + 1), key=lambda i: crossing[i].num_bytes))
-            common = None
-        common, last_reader = own if common is None else common & own, place
-    edges = pairwise([*starts, layer.stop])
-    return [OpSpan(start, stop, "") for start, stop in edges] if len(starts) > 1 else [layer]
+    """Cut layers between ops of several stages; an op whose parameters are on more than one, as tied weights are, is on
+    the first that is not before the stage of the ops that come before it, so that no stage is left without a layer.
+    """
+    made: list[OpSpan] = []
+    stage = 0
+    for layer in layers:
+        starts, last_reader = [layer.start], -1
+        for place in layer.places:
+            names = [graph.parameters.get(operand, "") for operand in graph.ops[place].operands]
+            holders = [stages_of[name] for name in names if name in stages_of]
+            common = holders[0].intersection(*holders[1:]) if holders else frozenset[int]()
+            if not common:
+                continue
+            own = min(common, key=lambda each: (each < stage, each))
+            if own != stage and last_reader >= 0:
+                starts.append(min(range(last_reader + 1, place + 1), key=lambda i: crossing[i].num_bytes))
+            stage, last_reader = own, place
+        edges = pairwise([*starts, layer.stop])
+        made += [OpSpan(start, stop, "") for start, stop in edges] if len(starts) > 1 else [layer]
+    return made
 
 
 def crossings(graph: Graph) -> list[Crossing]:

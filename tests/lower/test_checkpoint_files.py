@@ -1,0 +1,148 @@
+"""Checkpoints that a script writes with ``torch.save``, as it does on one device, are those of one device."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from autopar.errors import ModelError, RankError
+from tests.end_to_end.harness import launch, parallelize
+
+pytestmark = pytest.mark.slow
+
+
+def make() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)
+    )
+    model[5].weight = nn.Parameter(torch.randn(8, 16))
+    return model.double(), torch.randn(4, 8, dtype=torch.float64)
+
+
+class Run:
+    """A script's objects."""
+
+    def __init__(self, model: Any, x: Tensor) -> None:
+        self.model, self.x = model, x
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def train(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            loss = self.model(self.x).square().mean()
+            loss.backward()
+            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, file: Any) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "epoch": 2}
+        torch.save({**state, "scheduler": self.scheduler.state_dict()}, file)
+
+    def load(self, file: Any) -> Run:
+        state = torch.load(file)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        return self
+
+
+def made(*constraints: str) -> Run:
+    model, x = make()
+    return Run(parallelize(model, (x,), constraints=constraints) if constraints else model, x)
+
+
+def check_resumed(folder: Path, constraints: tuple[str, ...], *, on_one_rank: bool = False) -> None:
+    """All ranks write one path, as a script of one device does, or only the first one, where parameters are whole."""
+    alone, run, file = made(), made(*constraints), folder / "-".join(constraints)
+    torch.testing.assert_close(run.train(2), alone.train(2), rtol=1e-9, atol=0)
+    if dist.get_rank() == 0 or not on_one_rank:
+        run.save(file)
+    dist.barrier()
+    expected = alone.train(2)
+    for other in ((), constraints, ("data=2", "zero=3"), ("pipeline=2",)):
+        torch.testing.assert_close(made(*other).load(file).train(2), expected, rtol=1e-9, atol=0)
+
+
+def check_wrappers(constraints: tuple[str, ...]) -> None:
+    """What holds tensors of the model elsewhere: an average, a dict under other names, a list of parameters."""
+    run = made(*constraints)
+    run.train(1)
+    average, whole = AveragedModel(run.model), run.model.full_state_dict()
+    renamed = {f"net.{name}": x for name, x in run.model.state_dict().items()}
+    for state in (average.state_dict(), copy.deepcopy(average.state_dict()), renamed, list(run.model.parameters())):
+        if "pipeline=2" in constraints:
+            with pytest.raises(ModelError, match=r"this rank's stages only.*full_state_dict"):
+                torch.save(state, io.BytesIO())
+            continue
+        saved = reloaded(state)
+        if isinstance(saved, list):
+            assert all(type(p) is nn.Parameter for p in saved)
+            saved = {
+                f"net.{name}": p.detach() for (name, _), p in zip(make()[0].named_parameters(), saved, strict=True)
+            }
+        prefix = "net." if "net.0.weight" in saved else "module."
+        for name in [name for name in whole if prefix + name in saved]:
+            torch.testing.assert_close(saved[prefix + name], whole[name], rtol=0, atol=0)
+        assert prefix + "5.bias" in saved
+
+
+def reloaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def check_stages(folder: Path) -> None:
+    """The model's file is whole; an optimizer's state lacks that of other stages."""
+    run = made("pipeline=2")
+    run.train(2)
+    torch.save(run.model.state_dict(), folder / "model.pt")
+    dist.barrier()
+    alone = made()
+    alone.train(2)
+    loaded = torch.load(folder / "model.pt")
+    assert list(loaded) == list(alone.model.state_dict())
+    torch.testing.assert_close(loaded, alone.model.state_dict(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ModelError, match=r"this rank's stages only.*full_optimizer_state_dict"):
+        run.save(io.BytesIO())
+
+
+def check_one_rank_of_shards() -> None:
+    run = made("data=2", "zero=3")
+
+    def save() -> None:
+        if dist.get_rank() == 0:
+            torch.save(run.model.state_dict(), io.BytesIO())
+        run.train(1)
+
+    with pytest.raises(RankError, match=r"torch\.save of state_dict\(\)"):
+        save()
+
+
+def test_checkpoints_of_a_script_resume_under_every_plan(tmp_path: Path) -> None:
+    launch(
+        2,
+        partial(check_resumed, tmp_path, ("data=2", "zero=3")),
+        partial(check_resumed, tmp_path, ("tensor=2",)),
+        partial(check_resumed, tmp_path, ("data=2", "zero=0"), on_one_rank=True),
+        partial(check_wrappers, ("data=2", "zero=3")),
+        partial(check_wrappers, ("tensor=2",)),
+        partial(check_wrappers, ("pipeline=2",)),
+        partial(check_stages, tmp_path),
+        check_one_rank_of_shards,
+    )
