@@ -62,7 +62,6 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     move_layers(results)
     for pipeline in sorted(results.candidates, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
-        results.candidates.append(_counted_apart(pipeline, results.schedules))
         takes_turns = pipeline.shape.num_stages > pipeline.shape.num_groups
         for lean in _LEANS if takes_turns and pipeline.step_s < _LEANING * results.best_s else ():
             results.candidates.append(_leaning(pipeline, pipeline.choices, results.schedules, lean))
