@@ -428,6 +428,20 @@ def test_groups_use_their_memory_and_the_longest_chain_decides(
     assert found.step_s <= best_known_s
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_layers", "best_known_s"),
+    [(Shape("1f1b", 2, 2, 8), 24, 337.1), (Shape("1f1b", 2, 2, 4), 40, 276.5)],
+    ids=str,
+)
+def test_groups_of_many_layers_find_what_fits(shape: Shape, num_layers: int, best_known_s: float) -> None:
+    tables = make_tables(0, num_layers, 6, shape.num_microbatches)
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    found = search_shapes(replace(tables, limit_bytes=0.6 * free.peak_bytes), shape).best
+    assert found is not None
+    assert found.step_s <= best_known_s
+
+
 def test_what_groups_begin_with_overlaps_with_the_wait_for_the_first_microbatch() -> None:
     """To begin with something costs the second group nothing, though it is more than what it saves."""
     layers = bare_layer((1.2,), 0, 0), bare_layer((1.12, 1.2), 0, 0, 0, begin_s=1.1)
