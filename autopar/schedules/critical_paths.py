@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedules.action_lists import COMPUTE, COSTS, REACH, ScheduleActions, StageCost, seconds_of, wire
-from autopar.schedules.packing import pack
+from autopar.schedules.packing import Packing
 
 __all__ = ["SchedulePaths", "moments", "schedule_paths"]
 
@@ -171,20 +171,24 @@ def _with_longest(graph: _DependencyGraph, counts: Array, cost_s: Array, rounds:
     stages, kinds = (np.array(graph.costs) // len(COSTS)), (np.array(graph.costs) % len(COSTS))
     shares = best_shares = np.full(num_stages, 1 / num_stages)
     least_s, best_s = 0.0, np.inf
+    sums_s = counts @ cost_s
+    program = Packing(sums_s, np.ones(len(counts)))
     for number in range(rounds):
-        sums_s, is_program = counts @ cost_s, number % in_program == 0
+        is_program = number % in_program == 0
         if is_program:
-            amounts = pack(sums_s, np.ones(len(counts)))[0]
+            amounts = program.solve()[0]
             least_s, shares = 1 / float(amounts.sum()), (amounts / amounts.sum() + best_shares) / 2
         chain, length_s = _longest_chain(graph, (shares[stages] * cost_s[kinds]).tolist())
         if length_s < best_s:
             best_shares, best_s = shares, length_s
         own = _count(graph, chain, num_stages).reshape(1, num_stages, -1)
+        own_s = own[0] @ cost_s
         if length_s > float((sums_s @ shares).max()) * (1 + _TOLERANCE):
-            counts = np.concatenate([counts, own])
+            counts, sums_s = np.concatenate([counts, own]), np.vstack([sums_s, own_s])
+            program.add_limit(own_s, 1.0)
         elif is_program and np.abs(shares - best_shares).max() < _TOLERANCE:
             break
-        slope_s = own[0] @ cost_s - float((own[0] @ cost_s).mean())
+        slope_s = own_s - float(own_s.mean())
         if slope_s.any():
             step = (length_s - least_s - _AIM * (best_s - least_s)) / float(slope_s @ slope_s)
             shares = np.maximum(shares - step * slope_s, _LEAST_SHARE)

@@ -19,7 +19,7 @@ from autopar.schedules.action_lists import (
     simulate_schedule,
 )
 from autopar.schedules.critical_paths import schedule_paths
-from autopar.schedules.packing import pack
+from autopar.schedules.packing import Packing, pack
 from autopar.search.chain.cost_tables import CostTables, LayerCosts, Transfer, path_host_bytes, path_stages
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.relaxed_pipelines import _Problem, relaxed_bounds
@@ -251,6 +251,24 @@ def test_a_limit_makes_a_bound_no_lower(shape: Shape, seed: int) -> None:
     assert tight_s >= 1.05 * endless_s
 
 
+@pytest.mark.parametrize("num_microbatches", [8, 32])
+def test_bounds_know_that_layers_are_whole_and_groups_have_limits(num_microbatches: int) -> None:
+    """Of ten equal layers one of eight device groups has two; shared out evenly they would take up to 31 % less."""
+    shape = Shape("1f1b", 8, 8, num_microbatches)
+    one = make_tables(3, 10, 4, num_microbatches).layers[0]
+    tables = CostTables(num_microbatches, 2, (one,) * 10, (None,) * 9)
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    before_s = 0.0
+    for share in (1.0, 0.8, 0.6, 0.5):
+        own = replace(tables, limit_bytes=share * free.peak_bytes)
+        found = search_shapes(own, shape).best
+        assert found is not None
+        bound_s = max(relaxed_bounds(own, shape, shape.actions(schedule_actions), 2 * found.step_s))
+        assert max(before_s, 0.89 * found.step_s) < bound_s <= found.step_s
+        before_s = bound_s
+
+
 @pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "dualpipev"])
 def test_of_equal_layers_the_relaxed_pipeline_is_nearly_the_best(schedule: str) -> None:
     """As many layers as stages can share evenly, which need no more than the fill and drain of the schedule."""
@@ -410,6 +428,20 @@ def test_groups_use_their_memory_and_the_longest_chain_decides(
     assert found.step_s <= best_known_s
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_layers", "best_known_s"),
+    [(Shape("1f1b", 2, 2, 8), 24, 337.1), (Shape("1f1b", 2, 2, 4), 40, 276.5)],
+    ids=str,
+)
+def test_groups_of_many_layers_find_what_fits(shape: Shape, num_layers: int, best_known_s: float) -> None:
+    tables = make_tables(0, num_layers, 6, shape.num_microbatches)
+    free = search_shapes(tables, shape).best
+    assert free is not None
+    found = search_shapes(replace(tables, limit_bytes=0.6 * free.peak_bytes), shape).best
+    assert found is not None
+    assert found.step_s <= best_known_s
+
+
 def test_what_groups_begin_with_overlaps_with_the_wait_for_the_first_microbatch() -> None:
     """To begin with something costs the second group nothing, though it is more than what it saves."""
     layers = bare_layer((1.2,), 0, 0), bare_layer((1.12, 1.2), 0, 0, 0, begin_s=1.1)
@@ -428,3 +460,23 @@ def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:
         assert (takes @ amounts <= limits * (1 + 1e-9)).all()
         assert (gains @ takes >= 1 - 1e-9).all()  # so no sum is larger than what the limits are worth
         assert amounts.sum() == pytest.approx(gains @ limits)
+
+
+def test_a_packing_with_other_limits_is_what_it_is_from_the_beginning() -> None:
+    random = np.random.default_rng(2)
+    for rows, columns in ((1, 1), (3, 5), (20, 12), (40, 60)):
+        takes, limits = random.uniform(0.1, 1.0, (rows, columns)), random.uniform(1.0, 2.0, rows)
+        packing = Packing(takes, limits)
+        packing.solve()
+        for _ in range(6):
+            takes, limits = np.vstack([takes, random.uniform(0.1, 1.0, columns)]), np.append(limits, 1.3)
+            packing.add_limit(takes[-1], limits[-1])
+            one_more = packing.solve()[0].sum()
+            assert one_more == pytest.approx(pack(takes, limits)[0].sum())
+            limits = limits * random.uniform(0.7, 1.4, len(limits))
+            packing.change_limits(limits)
+            amounts, gains = packing.solve()
+            assert amounts.sum() == pytest.approx(pack(takes, limits)[0].sum())
+            assert (takes @ amounts <= limits * (1 + 1e-9)).all()
+            assert (gains @ takes >= 1 - 1e-9).all()
+            assert amounts.sum() == pytest.approx(gains @ limits)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from autopar.search.chain.chain_dp import Chain, path_costs, relaxed_paths
 from autopar.step.costs.hull import HullPoint, follow_hull
 
-__all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices", "transient_caps"]
+__all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices", "smallest_path", "transient_caps"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -130,6 +130,13 @@ def fastest_path(chain: Chain) -> tuple[Indices, float]:
     pool = PathPool(chain)
     relaxation, _ = _relax(pool, 0.0, np.inf)
     return relaxation.path, pool.peak_bytes[0]
+
+
+def smallest_path(chain: Chain) -> Indices:
+    """The path that takes the least memory."""
+    pool = PathPool(chain)
+    _add_smallest(pool)
+    return pool.paths[pool.smallest()]
 
 
 def _add_smallest(pool: PathPool) -> None:

@@ -20,23 +20,18 @@ from autopar.schedules import Flight
 from autopar.schedules.action_lists import Action, ScheduleActions, peak_in_flight
 from autopar.search.chain.chain_dp import Chain, ChainLayer, path_costs
 from autopar.search.chain.cost_tables import CostTables, LayerCosts, PipelineSend, Transfer
-from autopar.search.chain.lagrangian import fastest_path, fastest_paths
+from autopar.search.chain.lagrangian import fastest_path, smallest_path
 from autopar.search.chain.limited_paths import limited_path
 from autopar.search.pipeline.schedule_estimates import held_shares
 from autopar.search.pipeline.stage_cuts import PipelineCuts
 from autopar.search.pipeline.stage_weights import StageWeights
 from autopar.step.simulation.actions import lone_copies
 
-__all__ = ["SHORT_CHAIN", "GroupSolver"]
+__all__ = ["GroupSolver"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-# Groups are many and each is a part of a model, so their hulls are followed less closely than that of a whole one.
-_MAX_PRICES = 12
-_MAX_CAPS = 3
-# Layers of a group whose best path is seldom on the hull.  Of longer ones it nearly is, and labels take seconds.
-SHORT_CHAIN = 8
 _ROUNDS = 2  # in which groups adapt to their neighbors: a group sees only those next to it; each round solves all
 
 _DEAREST = 1e3  # the highest price of all of a host's memory, relative to the seconds of all layers
@@ -218,14 +213,10 @@ class GroupSolver:
 
     def _solve_chain(self, chain: Chain, limit_bytes: float) -> tuple[int, ...]:
         path, peak_bytes = fastest_path(chain)
-        if peak_bytes <= limit_bytes:
-            return tuple(path.tolist())
-        limited = limited_path(chain, limit_bytes) if len(chain.layers) <= SHORT_CHAIN else None
-        if limited is None:
-            pool = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
-            best = pool.best(limit_bytes)
-            limited = pool.paths[pool.smallest() if best < 0 else best]
-        return tuple(limited.tolist())
+        if peak_bytes > limit_bytes:
+            limited = limited_path(chain, limit_bytes)
+            path = smallest_path(chain) if limited is None else limited
+        return tuple(path.tolist())
 
     def _chain(self, group: _Group, around: list[tuple[Array, Array]], fixed_bytes: float, held_share: float) -> Chain:
         """The layers of one group; nothing moves from one of its stages to the next."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.chain.cost_tables import path_columns
-from autopar.search.pipeline.group_strategies import SHORT_CHAIN
+from autopar.search.chain.limited_paths import SHORT_CHAIN
 from autopar.search.pipeline.moved_layers import fastest_of_shapes, move_layers
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate, PipelineResults, PipelineTables, ShapeBound
 from autopar.search.pipeline.schedule_estimates import is_small
@@ -38,6 +38,7 @@ _REFINED = 4  # of the fastest, so many are looked around: about half a second e
 # Paths of equal seconds may divide them differently among the stages of a group, which makes up to 2 % of a step.  So
 # the first stages, or the last ones, are made to seem this much slower: enough to choose among equals, and little more.
 _LEANS = (0.005, -0.005)
+_LEANING = 1.02  # of the fastest: what takes longer does not become the fastest by it
 _LEVELLED = 2  # of the fastest shapes, so many are tried with equal layers
 # Candidates that all of these may have, those in use first: 0.05 to 0.1 s each.  Of 56 made-up pipelines of
 # equal layers, each in stages of its own, 22 are faster for it, by up to 5 %.
@@ -61,8 +62,8 @@ def refine(results: PipelineResults, *, adds_variants: bool = True) -> None:
     move_layers(results)
     for pipeline in sorted(results.candidates, key=lambda each: each.step_s)[:_REFINED]:
         pipeline.candidates.context.request.check_time()
-        results.candidates.append(_counted_apart(pipeline, results.schedules))
-        for lean in _LEANS if pipeline.shape.num_stages > pipeline.shape.num_groups else ():
+        takes_turns = pipeline.shape.num_stages > pipeline.shape.num_groups
+        for lean in _LEANS if takes_turns and pipeline.step_s < _LEANING * results.best_s else ():
             results.candidates.append(_leaning(pipeline, pipeline.choices, results.schedules, lean))
     _try_equal_layers(results)
     _shorten_chains(results)

@@ -25,9 +25,10 @@ import numpy.typing as npt
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import COSTS, ScheduleActions
 from autopar.schedules.critical_paths import moments, schedule_paths
-from autopar.schedules.packing import pack
+from autopar.schedules.packing import Packing
 from autopar.search.chain.cost_tables import CostTables, LayerCosts
 from autopar.search.pipeline.bound_multipliers import MultiplierSearch
+from autopar.search.pipeline.pipeline_bounds import least_within_s
 
 __all__ = ["relaxed_bounds", "takes_longer"]
 
@@ -73,7 +74,10 @@ def relaxed_bounds(
     if shape.num_stages > len(tables.layers):
         yield math.inf
         return
-    best_s, most_layers = 0.0, _most_layers(tables, shape, enough_s)
+    best_s, most_layers = least_within_s(tables, shape), _most_layers(tables, shape, enough_s)
+    if best_s >= enough_s:
+        yield best_s
+        return
     for is_thorough in (False, True):
         problem = _Problem.of(tables, shape, actions, most_layers, cuts, is_thorough=is_thorough)
         search = MultiplierSearch(problem.value, tables.broadcast_s, enough_s)
@@ -161,6 +165,7 @@ class _Problem:
     tied_s: Array = field(default_factory=lambda: np.zeros(0))
     # By reader, ``[forward or backward, state]``: the least that it takes to bring what skips layers.
     skipped: dict[int, Array] = field(default_factory=dict[int, Array])
+    programs: dict[bool, Packing] = field(default_factory=dict[bool, Packing])  # of `first`, with and without a limit
 
     @classmethod
     def of(
@@ -256,7 +261,11 @@ class _Problem:
             left = tables.limit_bytes - self.is_of_group[:, [0, -1]] @ fixed_bytes
             limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
         limits[: len(chain_s)] = np.maximum(limits[: len(chain_s)], _LITTLE * step_s)
-        gains = pack(takes, limits)[1]
+        if limited not in self.programs:
+            self.programs[limited] = Packing(takes, limits)
+        program = self.programs[limited]
+        program.change_limits(limits)
+        gains = program.solve()[1]
         chains, memory = gains[: len(chain_s)], gains[len(chain_s) :]
         if not chains.sum() > 0:
             return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.in_flight))
