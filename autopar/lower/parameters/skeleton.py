@@ -16,7 +16,10 @@ from autopar.lower.compat import module_tables
 from autopar.objects.compiled_modules import CompiledPart, is_compiled
 from autopar.objects.references import redirect, refers
 
-__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "named_parts", "state_names"]
+__all__ = [
+    "canonical_names", "carry_attributes", "carry_gradient_hooks", "check_conversion", "copy_skeleton", "named_parts",
+    "state_names",
+]  # fmt: skip
 
 # What would run the original's code, and what each module makes for itself.
 _NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl"})
@@ -92,6 +95,43 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
             modules and tensors of `source` become those of `target`, in lists, dicts and bound methods, too.
     """
     ids: dict[int, Any] = {} if memo is None else memo
+    pairs, parameters = _counterparts(source, target, ids)
+    for old, new in (*pairs, *parameters):
+        for name, value in vars(old).items() if new is not None else ():
+            is_hooks = memo is not None and "_hooks" in name
+            if (name not in vars(new) or is_hooks) and name not in _NOT_CARRIED:
+                made = value if memo is None else copy.deepcopy(value, memo)
+                vars(new)[name] = redirect(made, ids) if memo is None or refers(made, ids) else made
+
+
+def carry_gradient_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Have the parameters of `target`, a skeleton of `source`, call the hooks on gradients that those of `source` have,
+    with modules and tensors of `target` in their closures.
+    """
+    ids: dict[int, Any] = {}
+    counterparts: list[tuple[Any, Any]] = [*_counterparts(source, target, ids)[1]]
+    for old, new in counterparts:
+        if new is None:
+            continue
+        hooks: dict[int, Any] = old._backward_hooks or {}
+        last: dict[int, Any] = old._post_accumulate_grad_hooks or {}
+        if not (hooks or last):
+            continue
+        is_trained = new.requires_grad
+        new.requires_grad_(True)  # a hook needs it, and may have been registered before the parameter was frozen
+        for hook in hooks.values():
+            new.register_hook(redirect(hook, ids))
+        for hook in last.values():
+            new.register_post_accumulate_grad_hook(redirect(hook, ids))
+        new.requires_grad_(is_trained)
+
+
+def _counterparts(
+    source: nn.Module, target: nn.Module, ids: dict[int, Any]
+) -> tuple[list[tuple[nn.Module, nn.Module]], list[tuple[nn.Parameter, nn.Parameter | None]]]:
+    """The modules and parameters of `source`, each with that of `target`, a skeleton of it; `ids` gets what modules,
+    parameters and buffers become, by the id of each.
+    """
     pairs = [(old, new) for (_, old), (_, new) in zip(named_parts(source), named_parts(target), strict=True)]
     parameters: dict[int, tuple[Any, Any]] = {}
     for old, new in pairs:
@@ -100,12 +140,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
         parameters |= {id(p): (p, after.parameters.get(name)) for name, p in before.parameters.items()}
         ids.update((id(buffer), after.buffers[name]) for name, buffer in before.buffers.items())
     ids.update((key, new) for key, (_, new) in parameters.items())
-    for old, new in (*pairs, *parameters.values()):
-        for name, value in vars(old).items() if new is not None else ():
-            is_hooks = memo is not None and "_hooks" in name
-            if (name not in vars(new) or is_hooks) and name not in _NOT_CARRIED:
-                made = value if memo is None else copy.deepcopy(value, memo)
-                vars(new)[name] = redirect(made, ids) if memo is None or refers(made, ids) else made
+    return pairs, [*parameters.values()]
 
 
 def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -26,7 +26,7 @@ from autopar.lower.parameters.gradient_norm import GradientNorm
 from autopar.lower.parameters.known_meshes import know_mesh
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.other_stages import StageTensors
-from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
+from autopar.lower.parameters.skeleton import carry_attributes, carry_gradient_hooks, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
@@ -123,6 +123,7 @@ class ParallelModule(StepCalls):
         frozen = executable.program.frozen if stages.is_pipeline and planner is not None else ()
         self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
+        carry_gradient_hooks(module, self)
         communicator.after_renewal.append(share_buffers(self, executable, communicator))
 
     def _bind(
