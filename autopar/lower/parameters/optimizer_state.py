@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,15 +30,24 @@ from autopar.lower.parameters.known_meshes import (
 from autopar.lower.parameters.other_stages import is_elsewhere
 
 __all__ = [
-    "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "reduce_whole", "whole_optimizer_state",
+    "OptimizerStateDict",
+    "drop_elsewhere",
+    "fit_loaded_state",
+    "own_optimizer_state",
+    "reduce_whole",
+    "watch_state_dict",
+    "whole_optimizer_state",
     "wraps_another",
 ]  # fmt: skip
 
 # The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
+_WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
-def whole_optimizer_state(optimizer: Optimizer, given: dict[str, Any], *, keeps: bool, on_host: bool) -> dict[str, Any]:
+def whole_optimizer_state(
+    optimizer: Optimizer, given: Mapping[str, Any], *, keeps: bool, on_host: bool
+) -> dict[str, Any]:
     """The ``state_dict()`` of an optimizer with whole plain tensors, of all pipeline stages; every rank calls it.
 
     Args:
@@ -63,6 +76,44 @@ def whole_optimizer_state(optimizer: Optimizer, given: dict[str, Any], *, keeps:
         rest = {name: map_leaves(whole, x) for name, x in given.items() if name != "state"}
         own |= map_leaves(whole, states)  # what is there of no parameter
     return {"state": own, **rest}
+
+
+class OptimizerStateDict(dict[str, Any]):
+    """What ``state_dict()`` of an optimizer of a model with pipeline stages gives: the state of this rank's stages.  In
+    a file, it is that of all stages, with whole tensors.
+    """
+
+    def __init__(self, given: Mapping[str, Any], optimizer: weakref.ref[Optimizer]) -> None:
+        super().__init__(given)
+        self._optimizer = optimizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)({name: copy.deepcopy(value, memo) for name, value in self.items()}, self._optimizer)
+
+    def __copy__(self) -> Self:
+        return type(self)(self, self._optimizer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """That of an ordered dict, which ``torch.load`` takes for safe; every rank saves it."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return OrderedDict(self).__reduce_ex__(protocol)
+        for parameter in _of_stages(optimizer)[:1]:
+            meet_to_save(parameter)
+        return OrderedDict(whole_optimizer_state(optimizer, self, keeps=True, on_host=True)).__reduce_ex__(protocol)
+
+
+def watch_state_dict(optimizer: Optimizer) -> None:
+    """From now on ``optimizer.state_dict()`` is an `OptimizerStateDict`, if parameters are of pipeline stages."""
+    if optimizer not in _WATCHED and _of_stages(optimizer):
+        _WATCHED.add(optimizer)
+        own = weakref.ref(optimizer)
+        optimizer.register_state_dict_post_hook(lambda _, state: OptimizerStateDict(state, own))
+
+
+def _of_stages(optimizer: Optimizer) -> list[Any]:
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in every if isinstance(p, DTensor) and stages_of(p) is not None]
 
 
 def wraps_another(optimizer: Optimizer) -> bool:

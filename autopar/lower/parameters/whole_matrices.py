@@ -31,7 +31,7 @@ from autopar.lower.parameters.dtensor_functions import begin_step, end_step
 from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.known_meshes import note_step, read_whole, stages_of
-from autopar.lower.parameters.optimizer_state import fit_loaded_state, wraps_another
+from autopar.lower.parameters.optimizer_state import fit_loaded_state, watch_state_dict, wraps_another
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
@@ -146,6 +146,7 @@ def watch_steps() -> None:
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     fit_loaded_state(optimizer)
+    watch_state_dict(optimizer)
     _note(optimizer)
     has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
