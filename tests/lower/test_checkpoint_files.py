@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -108,6 +109,20 @@ def reloaded(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def check_safetensors(folder: Path) -> None:
+    """They read memory, and every rank has only a part of it; `full_state_dict` is what they take."""
+    run = made("data=2", "zero=3")
+    for save in (
+        lambda: save_file(run.model.state_dict(), folder / "x"),
+        lambda: save_model(run.model, str(folder / "x")),
+    ):
+        with pytest.raises(ModelError, match=r"has no storage.*with safetensors, call state = model\.full_state_dict"):
+            save()
+    file = folder / f"{dist.get_rank()}.safetensors"
+    save_file(run.model.full_state_dict(), file)
+    torch.testing.assert_close(load_file(file), dict(make()[0].state_dict()), rtol=0, atol=0)
+
+
 def check_kept_states() -> None:
     """A copy of an optimizer's state, which is saved after further steps, is that of its time."""
     run, alone = made("pipeline=2"), made()
@@ -144,5 +159,6 @@ def test_checkpoints_of_a_script_resume_under_every_plan(tmp_path: Path) -> None
         partial(check_wrappers, ("tensor=2",)),
         partial(check_wrappers, ("pipeline=2",)),
         check_kept_states,
+        partial(check_safetensors, tmp_path),
         check_one_rank_of_shards,
     )

@@ -62,7 +62,7 @@ from autopar.lower.parameters.known_meshes import (
     share_largest,
     stages_of,
 )
-from autopar.lower.parameters.optimizer_state import reduce_whole
+from autopar.lower.parameters.optimizer_state import reduce_whole, refuse_storage
 from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
 from autopar.lower.parameters.script_collectives import is_collective, run_collective
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
@@ -379,6 +379,7 @@ _RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
     _tensor.__float__: _number,
     _tensor.__format__: _format,
     _tensor.__reduce_ex__: lambda call: reduce_whole(*call.args),
+    _tensor.storage: lambda call: refuse_storage(call.args[0]),
     _tensor.__deepcopy__: copy_deeply,
     _tensor.new_empty: _new_empty,
     _tensor.backward: _backward,

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,14 +30,8 @@ from autopar.lower.parameters.known_meshes import (
 from autopar.lower.parameters.other_stages import is_elsewhere
 
 __all__ = [
-    "OptimizerStateDict",
-    "drop_elsewhere",
-    "fit_loaded_state",
-    "own_optimizer_state",
-    "reduce_whole",
-    "watch_state_dict",
-    "whole_optimizer_state",
-    "wraps_another",
+    "OptimizerStateDict", "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "reduce_whole", "refuse_storage",
+    "watch_state_dict", "whole_optimizer_state", "wraps_another",
 ]  # fmt: skip
 
 # The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
@@ -177,6 +171,14 @@ def drop_elsewhere(optimizer: Optimizer) -> None:
 
 def _is_like(x: Any, parameter: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == parameter.shape
+
+
+def refuse_storage(x: DTensor) -> NoReturn:
+    """Raise ModelError: what asks for the storage of `x`, as safetensors does, wants the memory of a whole tensor."""
+    raise ModelError(
+        f"a parameter, gradient or optimizer state of shape {list(x.shape)} of a parallelized model has no storage: "
+        f"each rank has a part of it, x.to_local(). To save weights with safetensors, {SAVE_INSTEAD}"
+    )
 
 
 def reduce_whole(x: DTensor, protocol: Any) -> Any:
