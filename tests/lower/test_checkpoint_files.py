@@ -123,6 +123,62 @@ def check_safetensors(folder: Path) -> None:
     torch.testing.assert_close(load_file(file), dict(make()[0].state_dict()), rtol=0, atol=0)
 
 
+class Net(nn.Module):
+    """A module whose attributes refer to its parts, and which shares a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.out = nn.Embedding(12, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 12)
+        self.out.weight = self.embed.weight
+        self.norm, self.absent = nn.BatchNorm1d(8), None
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.parts, self.config = [self.norm, self.out], {"width": 8}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.cell(self.embed(ids))[0].mean(1) * self.scale
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def check_whole_modules(folder: Path, constraints: tuple[str, ...]) -> None:
+    """``torch.save(model, path)`` writes the original module, with values that were trained since."""
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    model, ids = Net().double(), torch.arange(24).view(4, 6) % 12
+    alone, x = Run(copy.deepcopy(model), ids), torch.ones_like(ids)
+    run = Run(parallelize(model, (ids,), constraints=constraints), ids)
+    for each in (run, alone):
+        each.train(2)
+    run.model.note = "set later"
+    torch.save(run.model, folder / "net.pt")
+    loaded = torch.load(folder / "net.pt", weights_only=False)
+    assert type(loaded) is Net
+    assert loaded.out.weight is loaded.embed.weight
+    assert loaded.parts[1] is loaded.out
+    assert (loaded.note, loaded.config, loaded.absent) == ("set later", {"width": 8}, None)
+    assert not [name for name in vars(loaded) if name not in {*vars(alone.model), "note"}]
+    assert not [name for name in vars(loaded.cell) if name not in vars(alone.model.cell)]
+    torch.testing.assert_close(loaded.state_dict(), alone.model.state_dict(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(loaded.eval()(x), alone.model.eval()(x), rtol=1e-9, atol=1e-12)
+    loaded.train()
+    alone.model.train()
+    torch.testing.assert_close(Run(loaded, ids).train(2), Run(alone.model, ids).train(2), rtol=1e-9, atol=0)
+    copied = reloaded(copy.deepcopy(run.model))
+    torch.testing.assert_close(copied.state_dict(), run.model.full_state_dict(), rtol=0, atol=0)
+    with pytest.raises(ModelError, match=r"use copy\.deepcopy"):
+        copy.copy(run.model)
+
+
+def check_changed_module() -> None:
+    """Its class would run another forward."""
+    model, x = make()
+    first: Any = model[0]
+    first.forward = lambda x: type(first).forward(first, x) * 2
+    changed = parallelize(model, (x,), constraints=("data=2", "zero=3"))
+    with pytest.raises(ModelError, match=r"can't be pickled, as '0' of the original.*full_state_dict"):
+        torch.save(changed, io.BytesIO())
+
+
 def check_kept_states() -> None:
     """A copy of an optimizer's state, which is saved after further steps, is that of its time."""
     run, alone = made("pipeline=2"), made()
@@ -159,6 +215,10 @@ def test_checkpoints_of_a_script_resume_under_every_plan(tmp_path: Path) -> None
         partial(check_wrappers, ("tensor=2",)),
         partial(check_wrappers, ("pipeline=2",)),
         check_kept_states,
+        check_changed_module,
+        partial(check_whole_modules, tmp_path, ("data=2", "zero=3")),
+        partial(check_whole_modules, tmp_path, ("tensor=2",)),
+        partial(check_whole_modules, tmp_path, ("pipeline=2",)),
         partial(check_safetensors, tmp_path),
         check_one_rank_of_shards,
     )

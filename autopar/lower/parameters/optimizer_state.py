@@ -34,8 +34,8 @@ __all__ = [
     "watch_state_dict", "whole_optimizer_state", "wraps_another",
 ]  # fmt: skip
 
-# The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
 _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -27,6 +28,7 @@ from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
+from autopar.lower.run.original_copy import copy_original
 from autopar.placement import Axis
 
 __all__ = ["ModuleState", "NamedInputs", "share_buffers"]
@@ -44,6 +46,8 @@ class ModuleState(nn.Module):
     _executor: Executor
     _gradient_norm: GradientNorm
     _asking: StateDictOptions | None = None
+    _own_names: frozenset[str] = frozenset()  # of the attributes that the original does not have
+    _is_changed: str = ""  # a part of the original that is not what its class says
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files.
@@ -232,12 +236,24 @@ class ModuleState(nn.Module):
         with nullcontext() if calls is None else calls.failing():
             yield
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise ModelError: process groups and this rank's slices are no use elsewhere."""
-        raise ModelError(
-            f"a parallelized {type(self).__name__} can't be pickled or sent to another process. To save its state, "
-            f"{SAVE_INSTEAD}"
-        )
+    def __copy__(self) -> NoReturn:
+        """Raise ModelError: two modules can't share the parameters of one."""
+        raise ModelError(f"copy.copy of a parallelized {type(self).__name__} is not possible: use copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """In a file it is a module of the original's class with whole values; every rank saves it.
+
+        Raises:
+            ModelError: a part of the original is not what its class says.
+        """
+        if self._is_changed:
+            raise ModelError(
+                f"a parallelized {type(self).__name__} can't be pickled, as {self._is_changed!r} of the original is "
+                f"compiled or has a forward of its own, beside that of its class. To save its state, {SAVE_INSTEAD}"
+            )
+        values = self._whole_state(self._own_state((), {}), "")
+        original: Any = type(self).__bases__[0]
+        return operator.getitem, ([copy_original(self, original, values, self._own_names)], 0)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as

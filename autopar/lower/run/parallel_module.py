@@ -39,6 +39,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_state import NamedInputs, share_buffers
 from autopar.lower.run.original_class import make_instance
+from autopar.lower.run.original_copy import changed_part
 from autopar.lower.run.second_run import StepCall
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_calls import StepCalls
@@ -118,12 +119,16 @@ class ParallelModule(StepCalls):
         bind_submodules(self)
         if stages.is_pipeline:
             save_own_parts(self)
+        known = set(vars(self))
         carry_attributes(module, self)
+        carried = vars(self).keys() - known
         # With stages a program sends gradients to what was trained when it was made; without, to what is trained now.
         frozen = executable.program.frozen if stages.is_pipeline and planner is not None else ()
         self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
         carry_gradient_hooks(module, self)
+        self._is_changed = changed_part(module)
+        self._own_names = frozenset(vars(self)) - carried | {"_own_names"}
         communicator.after_renewal.append(share_buffers(self, executable, communicator))
 
     def _bind(
@@ -175,6 +180,7 @@ class ParallelModule(StepCalls):
         made._attributes = Attributes.of(made, self._attributes)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
+        made._own_names, made._is_changed = self._own_names, self._is_changed
         carry_attributes(self, made, memo)
         made._attributes.follow(self._attributes)
         return made
