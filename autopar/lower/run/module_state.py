@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -34,6 +34,13 @@ from autopar.placement import Axis
 __all__ = ["ModuleState", "NamedInputs", "share_buffers"]
 
 T = TypeVar("T")
+_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel reads first of a module
+_OF_WRAPPERS = {
+    "module": "a parallelized model is your model, not a wrapper around it: write model in place of model.module",
+    "set_requires_gradient_sync": "gradients add up over calls of backward() without it",
+    "join": "ranks may have unlike numbers of rows, or none, with inputs='local'; all make the same number of calls",
+}
+"""Attributes of DistributedDataParallel and FSDP modules, and what a script does without them."""
 _SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
 NamedInputs = Iterable[tuple[str, Tensor | float | str]]
 
@@ -48,6 +55,29 @@ class ModuleState(nn.Module):
     _asking: StateDictOptions | None = None
     _own_names: frozenset[str] = frozenset()  # of the attributes that the original does not have
     _is_changed: str = ""  # a part of the original that is not what its class says
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module; what scripts ask of wrappers for data parallelism is answered by what to ask instead."""
+        try:
+            untyped: Any = super()
+            return untyped.__getattr__(name)
+        except AttributeError as error:
+            if name == _ASKED_BY_DDP:
+                raise ModelError(
+                    f"a parallelized {type(self).__name__} can't be wrapped in DistributedDataParallel: its plan has "
+                    "data parallelism where that is fastest. Leave the wrapper out; if each rank has its own rows, "
+                    "pass inputs='local' to autopar.parallelize"
+                ) from None
+            if name in _OF_WRAPPERS:
+                raise AttributeError(f"{error}: {_OF_WRAPPERS[name]}", name=name, obj=self) from None
+            raise
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As of DistributedDataParallel, for gradients that are accumulated over calls of ``backward``.
+
+        They are those of one device without it, too; when ranks communicate is up to the plan.
+        """
+        return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files.

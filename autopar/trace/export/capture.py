@@ -58,6 +58,7 @@ from autopar.trace.torch_functions.past_autograd import PastAutograd
 from autopar.trace.torch_functions.refused_functions import RefusedFunctions, refuse_backward_hooks, refused_seeds
 from autopar.trace.torch_functions.running_statistics import written_statistics
 from autopar.trace.torch_functions.selections import Selections, refuse_output
+from autopar.trace.torch_functions.synced_norms import unsynced_norms
 from autopar.trace.torch_functions.written_functions import written_functions
 
 __all__ = ["WRAPPED", "Captured", "capture"]
@@ -78,7 +79,7 @@ _ASKS = (
 _SET_BY_RNNS = r"The tensor attributes? (self[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
 _WRITTEN_OTHERWISE = (
     traced_ctc_losses, traced_packed_sequences, batch_first_attention, written_embedding_bags, written_statistics,
-    written_functions,
+    written_functions, unsynced_norms,
 )  # fmt: skip
 # Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
 _MOST_ENTRIES = 64
