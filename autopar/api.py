@@ -19,7 +19,7 @@ from autopar.cost.measure import CACHE_DIR, profile_path
 from autopar.cost.profile import LayerTime
 from autopar.cost.profile_file import keep, load_profile
 from autopar.lower import ParallelModule
-from autopar.lower.communication.consensus import agree, agree_equal, share
+from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.kernels.random import generator_state, generators_kept
@@ -196,8 +196,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     arguments = (*_describe_arguments(plan, profile, setup), f"inputs={inputs}", f"outputs={outputs}")
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
-                "Call torch.manual_seed with the same seed on every rank before the model is made, "
-                "or load the same checkpoint everywhere")  # fmt: skip
+                SAME_VALUES)  # fmt: skip
     if plan is None:
         setup = replace(setup, compile=agree(group, lambda: check_compiler(compile_choice, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently

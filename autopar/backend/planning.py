@@ -20,7 +20,7 @@ from autopar.backend.sharding import shard_in_place
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, TraceError
-from autopar.lower.communication.consensus import agree, agree_equal, share
+from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import REPLICATE, refine_layout
@@ -193,8 +193,7 @@ def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], traced: Traced, 
     known = [*(("member", x) for x in members if not isinstance(x, DTensor)), *traced.constants.items()]
     agree_equal(
         group, agree(group, lambda: digest_tensors(known)), "initial values of parameters or buffers",
-        "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
-        "everywhere",
+        SAME_VALUES,
     )  # fmt: skip
 
 

@@ -17,7 +17,13 @@ from autopar.errors import AutoparError, MeshError, RankError
 from autopar.lower.communication.failures import StepMemoryError, is_out_of_memory
 from autopar.objects.caught_errors import also_caught_as
 
-__all__ = ["agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
+__all__ = ["SAME_VALUES", "agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
+
+SAME_VALUES = (
+    "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
+    "everywhere, or send the first rank's values before: for x in model.state_dict().values(): dist.broadcast(x, 0)"
+)
+"""What to do where ranks have unlike initial values of a model."""
 
 T = TypeVar("T")
 
