@@ -53,6 +53,7 @@ from autopar.lower.parameters.dtensor_writes import (
 )
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
 from autopar.lower.parameters.known_meshes import (
+    finished,
     has_local_inputs,
     is_known,
     laid_as,
@@ -192,7 +193,7 @@ def _with_pending_finished(call: FunctionCall) -> FunctionCall:
         pending |= {id(x) for x in call.known if _is_pending_norm(x, call)}
     if not pending:
         return call
-    args, kwargs = map_leaves(lambda x: _replicated(x) if id(x) in pending else x, (call.args, dict(call.kwargs)))
+    args, kwargs = map_leaves(lambda x: finished(x) if id(x) in pending else x, (call.args, dict(call.kwargs)))
     tensors = find_tensors((*args, *kwargs.values()))
     return FunctionCall(call.function, args, kwargs, tensors, [x for x in tensors if isinstance(x, DTensor)])
 

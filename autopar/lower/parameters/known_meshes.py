@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import RankError
 from autopar.lower.autograd import call_function, leaves_behind
@@ -26,9 +26,9 @@ from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_te
 from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
 
 __all__ = [
-    "as_computed", "compare_plain", "has_local_inputs", "is_known", "is_of_stages", "is_whole", "know_mesh", "laid_as",
-    "meet_for_file", "meet_to_save", "note_step", "placements_of", "read_whole", "set_apart", "share_largest",
-    "share_whole", "stage_norms", "stage_state", "stages_of",
+    "as_computed", "compare_plain", "finished", "has_local_inputs", "is_known", "is_of_stages", "is_whole", "know_mesh",
+    "laid_as", "meet_for_file", "meet_to_save", "note_step", "placements_of", "read_whole", "set_apart",
+    "share_largest", "share_whole", "stage_norms", "stage_state", "stages_of",
 ]  # fmt: skip
 
 
@@ -182,6 +182,13 @@ def read_whole(x: DTensor) -> Tensor:
     if is_whole(x):
         return x.full_tensor() if is_differentiable else local_tensor(x).detach()
     return x.full_tensor()
+
+
+def finished(x: DTensor) -> DTensor:
+    """`x`, of which each rank has a term or a part, with all of it on each; every rank calls it."""
+    untyped: Any = x
+    with _reading(_calls(x)):
+        return untyped.redistribute(untyped.device_mesh, [Replicate()] * untyped.device_mesh.ndim)
 
 
 def _full_tensor(x: DTensor, own: Callable[[], Tensor]) -> Tensor:
