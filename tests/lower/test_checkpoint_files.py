@@ -7,6 +7,7 @@ import io
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import ModelError, RankError
+from autopar.host.memory import available_bytes
+from autopar.lower.parameters import saved_files
 from tests.end_to_end.harness import launch, parallelize
 
 pytestmark = pytest.mark.slow
@@ -107,6 +110,18 @@ def reloaded(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def check_memory() -> None:
+    """All ranks hold what they save; a process that takes more memory than there is is killed without a word."""
+    for constraints in (("data=2", "zero=3"), ("pipeline=2",)):
+        run = made(*constraints)
+        run.train(1)
+        with patch.object(saved_files, "available_bytes", lambda: 1000.0):
+            for state in (run.model.state_dict(), run.optimizer.state_dict()):
+                with pytest.raises(ModelError, match=r"GiB of the host's memory.*full_state_dict\(rank=0\)"):
+                    torch.save(state, io.BytesIO())
+    assert available_bytes() > 1000.0
 
 
 def check_safetensors(folder: Path) -> None:
@@ -215,6 +230,7 @@ def test_checkpoints_of_a_script_resume_under_every_plan(tmp_path: Path) -> None
         partial(check_wrappers, ("tensor=2",)),
         partial(check_wrappers, ("pipeline=2",)),
         check_kept_states,
+        check_memory,
         check_changed_module,
         partial(check_whole_modules, tmp_path, ("data=2", "zero=3")),
         partial(check_whole_modules, tmp_path, ("tensor=2",)),

@@ -63,8 +63,8 @@ from autopar.lower.parameters.known_meshes import (
     share_largest,
     stages_of,
 )
-from autopar.lower.parameters.optimizer_state import reduce_whole, refuse_storage
 from autopar.lower.parameters.other_stages import holders_of, is_elsewhere, note_holders
+from autopar.lower.parameters.saved_files import reduce_whole, refuse_storage
 from autopar.lower.parameters.script_collectives import is_collective, run_collective
 from autopar.lower.parameters.stage_functions import norm_order, norms, stays_in_parts
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh

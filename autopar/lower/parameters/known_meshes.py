@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from autopar.errors import RankError
 from autopar.lower.autograd import call_function, leaves_behind
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import dtensor_like, full_tensor_by, item_by, local_tensor
 from autopar.lower.parameters.other_stages import StageTensors, are_across_stages, is_elsewhere
 
 __all__ = [
-    "as_computed", "compare_plain", "finished", "has_local_inputs", "is_known", "is_of_stages", "is_whole", "know_mesh",
-    "laid_as", "meet_for_file", "meet_to_save", "note_step", "placements_of", "read_whole", "set_apart",
-    "share_largest", "share_whole", "stage_norms", "stage_state", "stages_of",
+    "as_computed", "calls_of", "compare_plain", "finished", "has_local_inputs", "is_known", "is_of_stages", "is_whole",
+    "know_mesh", "laid_as", "note_step", "placements_of", "read_whole", "set_apart", "share_largest", "share_whole",
+    "stage_norms", "stage_state", "stages_of",
 ]  # fmt: skip
 
 
@@ -54,10 +53,6 @@ class _MeshUse:
 
 _KNOWN: dict[int, _MeshUse] = {}  # by the mesh's id: results of ops have the mesh of their operands
 _KNOWING = threading.RLock()  # simulated ranks are threads, and another may come to know a mesh while one looks
-
-
-_SAVES_WITHIN_S = 60.0  # ranks come to a checkpoint within seconds; one that saves alone waits for this long
-_MAY_SAVE_WITHIN_S = 1.0  # as no part is missing, a rank that saves alone is right, and waits in vain
 
 
 class _Apart(threading.local):
@@ -121,36 +116,6 @@ def is_of_stages(x: DTensor) -> bool:
     return known.stages is not None or not known.is_whole_world
 
 
-def meet_to_save(x: DTensor) -> None:
-    """Wait until all ranks save `x`, which they have parts of.
-
-    Raises:
-        RankError: some don't.
-    """
-    calls = _calls(x)
-    if calls is not None:
-        meet_for_file(calls, is_needed=True)
-
-
-def meet_for_file(calls: CallConsensus, *, is_needed: bool) -> None:
-    """Wait until all ranks write a file, so that none has done before all have opened it, as they may write one path.
-
-    Args:
-        calls: of this rank.
-        is_needed: they have parts of what is written.
-
-    Raises:
-        RankError: some don't, and have parts.
-    """
-    with calls.failing():
-        if not calls.meets("torch.save", _SAVES_WITHIN_S if is_needed else _MAY_SAVE_WITHIN_S) and is_needed:
-            raise RankError(
-                "torch.save on one rank needs parts of tensors that other ranks have, but these don't save them now: "
-                "call torch.save on every rank (all may write one path), or state = model.full_state_dict() on every "
-                "rank and torch.save(state, path) on one"
-            )
-
-
 def has_local_inputs(x: DTensor) -> bool:
     """Whether `x` is made of parameters of a module that gets other plain tensors on each rank: the rows of its data
     rank.
@@ -174,7 +139,7 @@ def read_whole(x: DTensor) -> Tensor:
     Without gradients it may share the memory of `x`.
     """
     is_differentiable = x.requires_grad and torch.is_grad_enabled()
-    calls, stages = _calls(x), stages_of(x)
+    calls, stages = calls_of(x), stages_of(x)
     if stages is not None:
         with _reading(calls), torch.no_grad():
             whole = stages.whole(x)
@@ -187,7 +152,7 @@ def read_whole(x: DTensor) -> Tensor:
 def finished(x: DTensor) -> DTensor:
     """`x`, of which each rank has a term or a part, with all of it on each; every rank calls it."""
     untyped: Any = x
-    with _reading(_calls(x)):
+    with _reading(calls_of(x)):
         return untyped.redistribute(untyped.device_mesh, [Replicate()] * untyped.device_mesh.ndim)
 
 
@@ -198,7 +163,7 @@ def _full_tensor(x: DTensor, own: Callable[[], Tensor]) -> Tensor:
         return read_whole(x)
     if is_whole(x):
         return own()
-    with _reading(_calls(x)):
+    with _reading(calls_of(x)):
         return own()
 
 
@@ -206,7 +171,7 @@ def stage_norms(tensors: Sequence[DTensor], order: float) -> list[Tensor]:
     """The norms, of this positive order, of whole tensors of which pipeline stages have parts; every rank calls it."""
     stages = stages_of(tensors[0])
     assert stages is not None
-    with _reading(_calls(tensors[0]), f"norms of {len(tensors)} parameters or gradients"), torch.no_grad():
+    with _reading(calls_of(tensors[0]), f"norms of {len(tensors)} parameters or gradients"), torch.no_grad():
         return stages.norms(tensors, order)
 
 
@@ -214,7 +179,7 @@ def stage_state(own: Any, parameter: DTensor) -> Any:
     """What an optimizer has of a parameter of pipeline stages, whole; every rank calls it, with its own or None."""
     stages = stages_of(parameter)
     assert stages is not None
-    with _reading(_calls(parameter), "an optimizer's state"), torch.no_grad():
+    with _reading(calls_of(parameter), "an optimizer's state"), torch.no_grad():
         return stages.state(own, parameter)
 
 
@@ -222,7 +187,7 @@ def share_largest(like: DTensor, x: Tensor) -> None:
     """Give `x`, a plain tensor, its largest values on all pipeline stages; every rank calls it."""
     stages = stages_of(like)
     if stages is not None:
-        with _reading(_calls(like), "what the stages found"), torch.no_grad():
+        with _reading(calls_of(like), "what the stages found"), torch.no_grad():
             x.copy_(stages.largest(x))
 
 
@@ -250,7 +215,7 @@ def _reading(calls: CallConsensus | None, what: str = "a parameter or gradient")
 
 def compare_plain(like: DTensor, tensors: Sequence[Tensor]) -> None:
     """Raise MeshError if ranks are about to change `like` by plain tensors that differ; every rank calls it."""
-    calls = _calls(like)
+    calls = calls_of(like)
     if calls is not None and tensors:
         named = [(f"plain tensor {number}", x) for number, x in enumerate(tensors)]
         calls.enter("changing a parameter by plain tensors ({})", lambda: (None, named))
@@ -260,7 +225,7 @@ def share_whole(whole: Tensor, like: DTensor) -> DTensor:
     """What the first rank of the mesh has as `whole`, laid out as `like`; every rank calls it, with a tensor of its
     own, such as random numbers.
     """
-    calls = _calls(like)
+    calls = calls_of(like)
     if calls is not None:
         calls.enter("drawing random numbers like a parameter ({})", lambda: (None, ()))
     if is_elsewhere(like):
@@ -310,6 +275,7 @@ class _Whole(torch.autograd.Function):
         return laid_as(gradient, ctx.like), None
 
 
-def _calls(x: DTensor) -> CallConsensus | None:
+def calls_of(x: DTensor) -> CallConsensus | None:
+    """What compares the calls of the ranks that have parts of `x`, if these are all."""
     known = _KNOWN[id(x.device_mesh)]
     return None if known.stages is not None and _APART.is_on else known.calls

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import ModelError, OptimizerError
+from autopar.errors import OptimizerError
 from autopar.lower.compat import map_leaves
-from autopar.lower.parameters.full_state import SAVE_INSTEAD
 from autopar.lower.parameters.known_meshes import (
     is_known,
-    is_of_stages,
-    is_whole,
     laid_as,
-    meet_to_save,
     read_whole,
     stage_state,
     stages_of,
 )
 from autopar.lower.parameters.other_stages import is_elsewhere
 
-__all__ = [
-    "OptimizerStateDict", "drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "reduce_whole", "refuse_storage",
-    "watch_state_dict", "whole_optimizer_state", "wraps_another",
-]  # fmt: skip
+__all__ = ["drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "whole_optimizer_state", "wraps_another"]
 
-_WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
 _FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
@@ -70,44 +59,6 @@ def whole_optimizer_state(
         rest = {name: map_leaves(whole, x) for name, x in given.items() if name != "state"}
         own |= map_leaves(whole, states)  # what is there of no parameter
     return {"state": own, **rest}
-
-
-class OptimizerStateDict(dict[str, Any]):
-    """What ``state_dict()`` of an optimizer of a model with pipeline stages gives: the state of this rank's stages.  In
-    a file, it is that of all stages, with whole tensors.
-    """
-
-    def __init__(self, given: Mapping[str, Any], optimizer: weakref.ref[Optimizer]) -> None:
-        super().__init__(given)
-        self._optimizer = optimizer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)({name: copy.deepcopy(value, memo) for name, value in self.items()}, self._optimizer)
-
-    def __copy__(self) -> Self:
-        return type(self)(self, self._optimizer)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """That of an ordered dict, which ``torch.load`` takes for safe; every rank saves it."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return OrderedDict(self).__reduce_ex__(protocol)
-        for parameter in _of_stages(optimizer)[:1]:
-            meet_to_save(parameter)
-        return OrderedDict(whole_optimizer_state(optimizer, self, keeps=True, on_host=True)).__reduce_ex__(protocol)
-
-
-def watch_state_dict(optimizer: Optimizer) -> None:
-    """From now on ``optimizer.state_dict()`` is an `OptimizerStateDict`, if parameters are of pipeline stages."""
-    if optimizer not in _WATCHED and _of_stages(optimizer):
-        _WATCHED.add(optimizer)
-        own = weakref.ref(optimizer)
-        optimizer.register_state_dict_post_hook(lambda _, state: OptimizerStateDict(state, own))
-
-
-def _of_stages(optimizer: Optimizer) -> list[Any]:
-    every = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in every if isinstance(p, DTensor) and stages_of(p) is not None]
 
 
 def wraps_another(optimizer: Optimizer) -> bool:
@@ -171,34 +122,3 @@ def drop_elsewhere(optimizer: Optimizer) -> None:
 
 def _is_like(x: Any, parameter: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == parameter.shape
-
-
-def refuse_storage(x: DTensor) -> NoReturn:
-    """Raise ModelError: what asks for the storage of `x`, as safetensors does, wants the memory of a whole tensor."""
-    raise ModelError(
-        f"a parameter, gradient or optimizer state of shape {list(x.shape)} of a parallelized model has no storage: "
-        f"each rank has a part of it, x.to_local(). To save weights with safetensors, {SAVE_INSTEAD}"
-    )
-
-
-def reduce_whole(x: DTensor, protocol: Any) -> Any:
-    """What pickle, and so ``torch.save``, is given of a parameter, gradient or state: the whole tensor, on the host.
-
-    Every rank saves it, unless ranks have whole ones.
-
-    Raises:
-        ModelError: it is of pipeline stages, so that the state that it is in lacks those of other stages.
-    """
-    if is_of_stages(x):
-        raise ModelError(
-            "a parameter, gradient or optimizer state of a parallelized model with pipeline stages is about to be "
-            f"saved, but what it is in has those of this rank's stages only. For weights, {SAVE_INSTEAD}. For an "
-            "optimizer, save model.full_optimizer_state_dict(optimizer), which every rank calls; "
-            "optimizer.load_state_dict takes it. For other tensors save x.full_tensor(). torch.distributed.checkpoint "
-            "saves the parts themselves, from all ranks"
-        )
-    if not is_whole(x):
-        meet_to_save(x)
-    whole = read_whole(cast("DTensor", x.detach())).cpu()
-    made: Any = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
-    return made.__reduce_ex__(protocol)

@@ -31,8 +31,9 @@ from autopar.lower.parameters.dtensor_functions import begin_step, end_step
 from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.known_meshes import note_step, read_whole, stages_of
-from autopar.lower.parameters.optimizer_state import fit_loaded_state, watch_state_dict, wraps_another
+from autopar.lower.parameters.optimizer_state import fit_loaded_state, wraps_another
 from autopar.lower.parameters.other_stages import empty_part, is_elsewhere
+from autopar.lower.parameters.saved_files import watch_state_dict
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
 from autopar.objects.attribute_contents import has_only_values

@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_tensor, storage_key
-from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
+from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
-from autopar.lower.parameters.known_meshes import is_known, is_whole, meet_for_file, read_whole
+from autopar.lower.parameters.known_meshes import is_known, is_whole, read_whole
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
@@ -128,7 +129,7 @@ class ModuleState(nn.Module):
         has_stages, calls = self._executor.stages.is_pipeline, self._communicator.calls
         has_parts = has_stages or not all(is_whole(x) for x in state.values() if isinstance(x, DTensor))
         if calls is not None:
-            meet_for_file(calls, is_needed=has_parts)
+            meet_for_file(calls, self.parameters(), is_needed=has_parts)
         if not has_parts:
             return _on_host(state, _storage_of, lambda _, x: local_tensor(x))
         with self._together("torch.save of state_dict() {}"), torch.no_grad():
