@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.backend import made_plans
 from autopar.backend.options import read_options
-from autopar.errors import BackendError
+from autopar.errors import BackendError, ModelError
 from tests.backend import models
 from tests.backend.models import Breaking, Mlp, compile_for, make_mesh, vector_batches
 from tests.ranks import run_ranks
@@ -197,6 +203,10 @@ def resume(folder: str, first: int) -> list[float]:
             state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
             assert list(state["model"]) == ["up.weight", "up.bias", "down.weight", "down.bias"]
             dcp.save(state, checkpoint_id=folder)
+            with pytest.raises(ModelError, match=r"has sharded is this rank's part.*full_state_dict=True"):
+                torch.save(state, io.BytesIO())
+            gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            assert all(torch.equal(x, whole(state["model"][name])) for name, x in gathered.items())
     return losses
 
 

@@ -172,7 +172,8 @@ def reduce_whole(x: DTensor, protocol: Any) -> Any:
     Every rank saves it, unless ranks have whole ones.
 
     Raises:
-        ModelError: it is of pipeline stages, so that the state that it is in lacks those of other stages.
+        ModelError: it is of pipeline stages, so that the state that it is in lacks those of other stages; or of no
+            parallel module.
     """
     if is_of_stages(x):
         raise ModelError(
@@ -182,8 +183,15 @@ def reduce_whole(x: DTensor, protocol: Any) -> Any:
             "optimizer.load_state_dict takes it. For other tensors save x.full_tensor(). torch.distributed.checkpoint "
             "saves the parts themselves, from all ranks"
         )
-    calls = calls_of(x)
-    if calls is not None and not is_whole(x):
+    if not is_whole(x):
+        calls = calls_of(x)
+        if calls is None:
+            raise ModelError(
+                "a parameter, gradient or optimizer state that torch.compile(backend='autopar') has sharded is this "
+                "rank's part of a whole tensor, and ranks are not compared there: save x.full_tensor(), or what "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives, on every rank. "
+                "torch.distributed.checkpoint saves the parts themselves"
+            )
         meet_for_file(calls, [x], is_needed=True)
     whole = read_whole(cast("DTensor", x.detach())).cpu()
     made: Any = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
