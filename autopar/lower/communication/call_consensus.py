@@ -152,7 +152,7 @@ class CallConsensus:
             if self._store.check([str(self._number + 1)]) or self._failures.has_any_ended():
                 break
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
+            pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
         return self._store.add(here, 0) >= self._world_size  # the last to come may be in its next call by now
 
     def watch_backward(self, outputs: Any) -> None:
