@@ -113,8 +113,7 @@ def watch_state_dict(optimizer: Optimizer) -> None:
     """From now on ``optimizer.state_dict()`` is an `OptimizerStateDict`, if parameters are of pipeline stages."""
     if optimizer not in _WATCHED and _of_stages(optimizer):
         _WATCHED.add(optimizer)
-        own = weakref.ref(optimizer)
-        optimizer.register_state_dict_post_hook(lambda _, state: OptimizerStateDict(state, own))
+        optimizer.register_state_dict_post_hook(lambda own, state: OptimizerStateDict(state, weakref.ref(own)))
 
 
 def _of_stages(optimizer: Optimizer) -> list[Any]:
