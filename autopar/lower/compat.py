@@ -26,6 +26,7 @@ from autopar.placement import REPLICATE, Layout, Placement, shard
 __all__ = [
     "DispatchMode",
     "ModuleTables",
+    "accumulation_hooks_on",
     "after_backward",
     "allow_anomaly_detection",
     "can_part",
@@ -228,6 +229,13 @@ def local_tensor(x: DTensor) -> Tensor:
 def hooks_on(x: Tensor) -> tuple[Any, ...]:
     """The hooks on the gradient of `x`; not that of ``retain_grad()``."""
     return tuple((x._backward_hooks or {}).values())  # pyright: ignore[reportPrivateUsage]
+
+
+def accumulation_hooks_on(x: Tensor) -> tuple[Any, ...]:
+    """The hooks that are called when `x`, a leaf, has got its gradient."""
+    untyped: Any = x
+    hooks: dict[int, Any] = untyped._post_accumulate_grad_hooks or {}
+    return tuple(hooks.values())
 
 
 def set_local_tensor(x: DTensor, local: Tensor) -> None:

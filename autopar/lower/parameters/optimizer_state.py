@@ -13,13 +13,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
 from autopar.lower.compat import map_leaves
-from autopar.lower.parameters.known_meshes import (
-    is_known,
-    laid_as,
-    read_whole,
-    stage_state,
-    stages_of,
-)
+from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole, stage_state, stages_of
 from autopar.lower.parameters.other_stages import is_elsewhere
 
 __all__ = ["drop_elsewhere", "fit_loaded_state", "own_optimizer_state", "whole_optimizer_state", "wraps_another"]

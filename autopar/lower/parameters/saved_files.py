@@ -30,7 +30,7 @@ __all__ = [
 
 _SAVES_WITHIN_S = 60.0  # ranks come to a checkpoint within seconds; one that saves alone waits for this long
 _MAY_SAVE_WITHIN_S = 1.0  # as no part is missing, a rank that saves alone is right, and waits in vain
-_WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 SAVE_INSTEAD = (
     "call state = model.full_state_dict() on every rank, and torch.save(state, path) or safetensors' "
     "save_file(state, path) on one; load_state_dict takes it, of the original model and of a parallelized one"
@@ -111,8 +111,10 @@ class OptimizerStateDict(dict[str, Any]):
 
 def watch_state_dict(optimizer: Optimizer) -> None:
     """From now on ``optimizer.state_dict()`` is an `OptimizerStateDict`, if parameters are of pipeline stages."""
-    if optimizer not in _WATCHED and _of_stages(optimizer):
-        _WATCHED.add(optimizer)
+    if optimizer in _SEEN:
+        return
+    _SEEN.add(optimizer)  # every step asks
+    if _of_stages(optimizer):
         optimizer.register_state_dict_post_hook(lambda own, state: OptimizerStateDict(state, weakref.ref(own)))
 
 

@@ -7,6 +7,7 @@ rank for its part, which is right where they write the same on every rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def run_collective(call: FunctionCall) -> Any:
             "not the same on every rank, but each rank keeps only a part of it: use all_reduce or broadcast. Gradients "
             "of a parallelized model are already those of the whole batch"
         )
-    return write_arguments(FunctionCall(_ended(call), call.args, call.kwargs, call.tensors, call.known), written)
+    return write_arguments(replace(call, function=_ended(call)), written)
 
 
 def _ended(call: FunctionCall) -> Any:

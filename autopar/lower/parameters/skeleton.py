@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
-from autopar.lower.compat import module_tables
+from autopar.lower.compat import accumulation_hooks_on, hooks_on, module_tables
 from autopar.objects.compiled_modules import CompiledPart, is_compiled
 from autopar.objects.references import redirect, refers
 
@@ -113,15 +113,14 @@ def carry_gradient_hooks(source: nn.Module, target: nn.Module) -> None:
     for old, new in counterparts:
         if new is None:
             continue
-        hooks: dict[int, Any] = old._backward_hooks or {}
-        last: dict[int, Any] = old._post_accumulate_grad_hooks or {}
+        hooks, last = hooks_on(old), accumulation_hooks_on(old)
         if not (hooks or last):
             continue
         is_trained = new.requires_grad
         new.requires_grad_(True)  # a hook needs it, and may have been registered before the parameter was frozen
-        for hook in hooks.values():
+        for hook in hooks:
             new.register_hook(redirect(hook, ids))
-        for hook in last.values():
+        for hook in last:
             new.register_post_accumulate_grad_hook(redirect(hook, ids))
         new.requires_grad_(is_trained)
 

@@ -232,7 +232,8 @@ def _is_joint(optimizer: Optimizer, *, has_closure: bool) -> bool:
     parameters, or runs the model.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
-    of_stages = [(group, p) for group in groups for p in group["params"][:1] if stages_of(p) is not None]
+    first = [(group, next((p for p in group["params"] if stages_of(p) is not None), None)) for group in groups]
+    of_stages = [(group, p) for group, p in first if p is not None]
     return bool(of_stages) and (has_closure or any(_couples(optimizer, *each) for each in of_stages))
 
 

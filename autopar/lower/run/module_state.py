@@ -55,7 +55,7 @@ class ModuleState(nn.Module):
     _gradient_norm: GradientNorm
     _asking: StateDictOptions | None = None
     _own_names: frozenset[str] = frozenset()  # of the attributes that the original does not have
-    _is_changed: str = ""  # a part of the original that is not what its class says
+    _changed_part: str = ""  # a part of the original that is not what its class says
 
     def __getattr__(self, name: str) -> Any:
         """As of any module; what scripts ask of wrappers for data parallelism is answered by what to ask instead."""
@@ -277,9 +277,9 @@ class ModuleState(nn.Module):
         Raises:
             ModelError: a part of the original is not what its class says.
         """
-        if self._is_changed:
+        if self._changed_part:
             raise ModelError(
-                f"a parallelized {type(self).__name__} can't be pickled, as {self._is_changed!r} of the original is "
+                f"a parallelized {type(self).__name__} can't be pickled, as {self._changed_part!r} of the original is "
                 f"compiled or has a forward of its own, beside that of its class. To save its state, {SAVE_INSTEAD}"
             )
         values = self._whole_state(self._own_state((), {}), "")

@@ -127,7 +127,7 @@ class ParallelModule(StepCalls):
         self._attributes = Attributes.of(self, frozen=frozen)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
         carry_gradient_hooks(module, self)
-        self._is_changed = changed_part(module)
+        self._changed_part = changed_part(module)
         self._own_names = frozenset(vars(self)) - carried | {"_own_names"}
         communicator.after_renewal.append(share_buffers(self, executable, communicator))
 
@@ -180,7 +180,7 @@ class ParallelModule(StepCalls):
         made._attributes = Attributes.of(made, self._attributes)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
-        made._own_names, made._is_changed = self._own_names, self._is_changed
+        made._own_names, made._changed_part = self._own_names, self._changed_part
         carry_attributes(self, made, memo)
         made._attributes.follow(self._attributes)
         return made
