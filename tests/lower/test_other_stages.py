@@ -248,7 +248,8 @@ def unfrozen(prepare: Any) -> list[float]:
 
 def lbfgs(prepare: Any) -> list[float]:
     model, x, y = made(prepare)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+    own = nn.Parameter(torch.zeros(1, dtype=torch.float64))  # a group may begin with one that is not the model's
+    optimizer = torch.optim.LBFGS([own, *model.parameters()], lr=0.5, max_iter=2)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
