@@ -32,6 +32,7 @@ class OutsideTensor:
         address: of its memory.
         entries: some of its entries, byte by byte.
         requires_grad: whether it did.
+        traced_address: of the memory that a trace has in its place.
         is_attribute: whether a module of the model has it as a plain attribute, which is compared in every call.
     """
 
@@ -43,14 +44,15 @@ class OutsideTensor:
     address: int
     entries: Tensor
     requires_grad: bool
+    traced_address: int
     is_attribute: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, where: str, *, is_attribute: bool = False) -> OutsideTensor:
-        """As it is now; it has entries, and its memory is its own."""
+    def of(cls, tensor: Tensor, where: str, *, traced: Tensor, is_attribute: bool = False) -> OutsideTensor:
+        """As it is now; it has entries, and its memory is its own.  A trace has `traced` in its place."""
         return cls(
             where, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), weakref.ref(tensor), _version(tensor),
-            tensor.data_ptr(), _some_entries(tensor), tensor.requires_grad, is_attribute,
+            tensor.data_ptr(), _some_entries(tensor), tensor.requires_grad, traced.data_ptr(), is_attribute,
         )  # fmt: skip
 
     @property

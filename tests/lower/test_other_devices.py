@@ -79,6 +79,27 @@ def call_with_a_batch_of_the_host() -> list[float]:
     return [loss.item() for loss in losses]
 
 
+class Named(nn.Module):
+    """It names the device in its forward, and reads a tensor there that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, scale = nn.Linear(4, 4), torch.arange(4.0).to(DEVICE)
+        self.scaled = lambda x: x * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(4, device=DEVICE) + torch.ones(4).to(DEVICE) + x.new_zeros(4, device=DEVICE)
+        return (self.scaled(self.layer(x)) + places + torch.tensor([1.0], device="standin")).square().mean()
+
+
+def name_the_device() -> tuple[float, float]:
+    """The loss on one device, and of ranks."""
+    torch.manual_seed(0)
+    single, x = Named().to(DEVICE), torch.randn(4, 4).to(DEVICE)
+    model = autopar.parallelize(single, init_device_mesh("standin", (2,)), (x,), profile=False, constraints=["data=2"])
+    return single(x).item(), model(x).item()
+
+
 def on_stand_in(cases: list[list[str]]) -> dict[str, Any]:
     stand_in_device.register("Ascend910B4")
     refuse_host_tensors()
@@ -94,7 +115,7 @@ def on_stand_in(cases: list[list[str]]) -> dict[str, Any]:
     found["draws"] = draws
     report = model.report(lambda: model(**inputs)[1].backward())
     found["measured"] = report.measured.step_s, {event.stream for event in report.measured.events}
-    found["batches"] = call_with_a_batch_of_the_host()
+    found["batches"], found["named"] = call_with_a_batch_of_the_host(), name_the_device()
     x = torch.ones(64, 64, device=DEVICE)
     found["seconds"] = elapsed_s(lambda: x @ x, torch.device(DEVICE))
     with pytest.raises(MeshError, match="mesh is of 'cuda' devices, but torch"):
@@ -123,6 +144,7 @@ def test_a_device_from_outside_torch_trains_as_one_device(caplog: pytest.LogCapt
         assert found["seconds"] > 0
         on_device, on_host = found["batches"]
         assert on_device == on_host
+        assert found["named"][0] == pytest.approx(found["named"][1])
 
 
 def test_unlike_nodes_are_refused_by_name() -> None:

@@ -85,7 +85,7 @@ def test_changes_are_noticed(change: Callable[[Tensor], None]) -> None:
 
 def test_nans_are_equal_and_what_is_gone_does_not_change() -> None:
     table = torch.full((8,), torch.nan)
-    known = OutsideTensor.of(table, "here")
+    known = OutsideTensor.of(table, "here", traced=table)
     assert not known.is_changed(reads_entries=True)
     table[::2] = 0
     assert known.is_changed(reads_entries=True)

@@ -26,6 +26,7 @@ COMPAT = {
     "trace/compat/torch_recording.py",
     "trace/compat/export_shortcuts.py",
     "trace/compat/flex_attention.py",
+    "trace/compat/foreign_kernels.py",
     "lower/compat.py",
     "lower/compiler.py",
 }

@@ -53,6 +53,7 @@ from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
+from autopar.trace.torch_functions.named_devices import NamedDevices
 from autopar.trace.torch_functions.packed_sequences import traced_packed_sequences
 from autopar.trace.torch_functions.past_autograd import PastAutograd
 from autopar.trace.torch_functions.refused_functions import RefusedFunctions, refuse_backward_hooks, refused_seeds
@@ -149,6 +150,7 @@ class _Wrapper(nn.Module):
                 written_assignments(self.get_submodule(WRAPPED)),
                 features_in_order(order),
                 refused_seeds(),
+                NamedDevices(self.records.outside.on_host),
                 RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),

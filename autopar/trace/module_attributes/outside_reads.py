@@ -26,6 +26,7 @@ class OutsideReads:
     def __init__(self) -> None:
         """None so far."""
         self._found: dict[int, tuple[Tensor, str]] = {}  # with the tensor, so that its id stays its own
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # likewise
 
     def note(self, arguments: Any) -> None:
         """Take in the arguments of a call of a function of torch."""
@@ -33,12 +34,24 @@ class OutsideReads:
             if type(x) in (Tensor, nn.Parameter) and id(x) not in self._found and _has_entries(x):
                 self._found[id(x)] = (x, user_line())
 
+    def on_host(self, x: Tensor) -> Tensor:
+        """`x`, or the copy on the host, where a trace is, of one on an accelerator."""
+        if type(x) not in (Tensor, nn.Parameter) or x.device.type == "cpu" or not _has_entries(x):
+            return x
+        if id(x) not in self._copies:
+            with torch_internals.plain_tensors():
+                self._copies[id(x)] = (x, x.detach().cpu().requires_grad_(x.requires_grad))
+        return self._copies[id(x)][1]
+
     def tensors(self, model: nn.Module) -> tuple[OutsideTensor, ...]:
         """As they are now; `model` is what was traced."""
         if not self._found:
             return ()
         attributes = {id(x) for owner in attribute_owners(model).values() for x in _leaves(vars(owner))}
-        return tuple(OutsideTensor.of(x, where, is_attribute=id(x) in attributes) for x, where in self._found.values())
+        return tuple(
+            OutsideTensor.of(x, where, traced=self.on_host(x), is_attribute=id(x) in attributes)
+            for x, where in self._found.values()
+        )
 
 
 def refuse_lost_gradients(graph: Graph, constants: Mapping[str, Any], outside: Sequence[OutsideTensor]) -> None:
@@ -46,7 +59,7 @@ def refuse_lost_gradients(graph: Graph, constants: Mapping[str, Any], outside: S
 
     An export has the tensors in `outside` under other objects, with the same memory.
     """
-    trained = {(each.address, each.shape): each for each in outside if each.requires_grad}
+    trained = {(each.traced_address, each.shape): each for each in outside if each.requires_grad}
     for name, value in constants.items() if trained else ():
         each = trained.get((value.data_ptr(), tuple(value.shape)))
         if each and not differentiable(replace(graph, trainable=frozenset({name}))).isdisjoint(graph.outputs):
