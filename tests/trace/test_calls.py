@@ -506,3 +506,18 @@ def test_dtypes_that_fail_in_mid_step_are_found_when_tracing(dtypes, said):
     with pytest.raises(ExampleInputsError, match=rf"test_calls.py:{line}: .*{said}.* It got x \[4, 8\]"):
         trace(Classifier(), batch, {})
     assert trace(Classifier(), (X, torch.zeros(4, 8)), {}).program.outputs  # classes as probabilities
+
+
+def test_sparse_inputs_are_refused() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return torch.spmm(edges, self.up(x)).square().mean()
+
+    x, edges = torch.randn(6, 4), torch.eye(6)
+    with pytest.raises(ExampleInputsError, match=r"input 'edges' is sparse \(torch.sparse_coo\).* edges.to_dense\(\)"):
+        trace(Graph(), (x, edges.to_sparse()), {})
+    trace(Graph(), (x, edges), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -52,3 +53,43 @@ def test_those_of_other_objects_are_refused() -> None:
 
     with pytest.raises(TraceError, match=r"test_held_members.py:\d+: a parameter .* is read from an object"):
         trace(Boxed(), (torch.ones(8, 4),), {})
+
+
+@lru_cache(maxsize=8)
+def positions(length: int) -> tuple[Tensor]:
+    return (torch.arange(length).float() / length,)
+
+
+@cache
+def scale(length: int) -> Tensor:
+    return torch.full((length,), 2.0)
+
+
+class Positioned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-1]
+        return ((x + positions(length)[0]) * scale(length) + positions(length)[0]).square().mean()
+
+
+def test_functions_that_keep_tensors_keep_none_of_a_trace() -> None:
+    x = torch.randn(8, 4)
+    positions.cache_clear(), scale.cache_clear()
+    program = trace(Positioned(), (x,), {}).program
+    assert type(scale(4)) is type(positions(4)[0]) is Tensor
+    shift = torch.arange(4) / 4
+    assert torch.equal(Positioned()(x), ((x + shift) * 2 + shift).square().mean())
+    assert trace(Positioned(), (x,), {}).program.parameters == program.parameters
+
+
+def test_tables_that_a_call_left_elsewhere_are_refused() -> None:
+    tables: dict[int, Tensor] = {}
+
+    class Tabled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[-1] not in tables:
+                tables[x.shape[-1]] = torch.arange(x.shape[-1])
+            return (x * tables[x.shape[-1]]).sum()
+
+    trace(Tabled(), (torch.ones(8, 4),), {})
+    with pytest.raises(TraceError, match="or a table that a call has left, is read from an object"):
+        trace(Tabled(), (torch.ones(8, 4),), {})

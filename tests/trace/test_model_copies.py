@@ -84,3 +84,28 @@ def test_functions_that_enclose_each_other_and_what_they_share_are_copied_once()
     assert first(0) == (old, 6)
     assert not refers([wrap_forward, len, {"a": (1, [2])}], ids)
     assert redirect(wrap_forward, ids) is wrap_forward
+
+
+class Tapped(Linear):
+    def tap(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self.seen = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up(x)
+        return self.seen
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_hooks_of_the_copy_keep_values_in_the_copy(was_called: bool) -> None:
+    model, x = Tapped(), torch.ones(2, 4)
+    model.up.register_forward_hook(model.tap)
+    if was_called:
+        model(x)  # its output, which has a graph, can't be deep-copied
+    copied = own_copy(model)
+    copied.up.weight.data.zero_()
+    before = getattr(model, "seen", None)
+    assert torch.equal(copied(x), copied.up.bias.expand(2, 4))
+    assert getattr(model, "seen", None) is before
+    copied.up.register_forward_hook(lambda *_: None)
+    hooks: Any = vars(model.up)["_forward_hooks"]
+    assert len(hooks) == 1

@@ -257,6 +257,11 @@ def call_form(
     )
     if not tensors:
         raise ExampleInputsError(f"the example inputs hold no tensor; the model is called as {form.signature_text}")
+    for name, x in zip(form.names, tensors, strict=True):
+        if x.layout != torch.strided and not x.is_nested:
+            raise ExampleInputsError(
+                f"input {name!r} is sparse ({x.layout}), which no op is split for: pass {name}.to_dense()"
+            )
     return form, tensors
 
 

@@ -69,6 +69,7 @@ __all__ = [
     "is_wrapped_number",
     "overload",
     "plain_tensors",
+    "redirect_hooks",
     "run_decompositions",
     "stays",
     "storage_key",
@@ -460,7 +461,15 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
     for module in copies.values():
         own = {name: x for name, x in vars(module).items() if name not in MODULE_TABLES}
         vars(module).update(redirect(own, ids))
+        redirect_hooks(module, ids)
     return made
+
+
+def redirect_hooks(module: nn.Module, ids: Mapping[int, Any]) -> None:
+    """Give a copied module forward hooks of its own, which may keep values for a forward, that refer to copies."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks: Any = vars(module)[name]
+        vars(module)[name] = type(hooks)((key, redirect(hook, ids)) for key, hook in hooks.items())
 
 
 def argument_source(node: fx.Node) -> str:

@@ -34,6 +34,7 @@ from autopar.trace.module_attributes.hooked_tensors import notes_on_kept_tensors
 from autopar.trace.module_attributes.model_copies import copy_with
 from autopar.trace.module_attributes.outside_reads import OutsideReads
 from autopar.trace.python_values.asked_values import AskedValues, Questions
+from autopar.trace.python_values.function_caches import FunctionCaches
 from autopar.trace.python_values.host_draws import refuse_host_draws
 from autopar.trace.python_values.read_inputs import (
     MOST_COMPUTED,
@@ -131,14 +132,14 @@ class _Wrapper(nn.Module):
         self.questions = questions
         self._autocast = autocast
         self.add_module(WRAPPED, module)
-        self._held = HeldMembers(module)
+        self._held, self._caches = HeldMembers(module), FunctionCaches()
         self._form = form
         self.records = _Records()
         self.is_second = False
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
-        with self._held.exchanged():
+        with self._held.exchanged(), self._caches.left_without_tensors():
             return self._returned(tensors)
 
     def _returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -265,8 +265,9 @@ def _constant(exported: Functional, target: str | None, node: fx.Node) -> Tensor
     if torch_internals.is_fake(value):
         where = next((source for user in [*node.users] if (source := _source(user))), "the model")
         raise TraceError(
-            f"{where}: a parameter or buffer of {value.dtype} {list(value.shape)} is read from an object that is no "
-            "module, list, dict or function, so that its values would never change: read it from its module"
+            f"{where}: a parameter or buffer of {value.dtype} {list(value.shape)}, or a table that a call has left, is "
+            "read from an object that is no module, list, dict or function of one, so that its values would never "
+            "change: read a parameter from its module; make a table in __init__, or in a function with functools.cache"
         )
     return value.detach().cpu()
 

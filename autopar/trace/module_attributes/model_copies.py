@@ -31,9 +31,7 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
                 if name not in torch_internals.MODULE_TABLES and refers(x, memo)
             }
             vars(module).update(redirect(referring, memo))
-            for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may keep values for a forward
-                hooks: dict[int, Any] = vars(module)[name]
-                hooks.update({key: redirect(hook, memo) for key, hook in hooks.items()})
+            torch_internals.redirect_hooks(module, memo)
         return made
     except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
         return torch_internals.clone_tree(model, swap)

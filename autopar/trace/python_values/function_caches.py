@@ -1,0 +1,73 @@
+"""Results that functions keep from call to call (``functools.lru_cache``): tensors of a trace don't stay there.
+
+A forward may make a table by such a function, ``positions(height, width, device)``.  A trace computes with tensors that
+have no values, and they would be what the function returns ever after, in the next trace and in the user's own calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from autopar.objects.references import cell_content
+from autopar.trace.calls.structure import holds_tensors
+
+__all__ = ["FunctionCaches"]
+
+_Cached = type(functools.lru_cache(len))
+
+
+class FunctionCaches:
+    """The functions with a cache in modules and their classes, also where another decorator encloses one.
+
+    The garbage collector would list them all, but not after ``gc.freeze()``, which scripts call before they train.
+    """
+
+    def __init__(self) -> None:
+        names = [vars(module) for module in [*sys.modules.values()] if type(getattr(module, "__dict__", None)) is dict]
+        found: dict[int, Any] = {id(each): each for each in _cached_among(names)}
+        self._functions = [*found.values()]
+
+    @contextmanager
+    def left_without_tensors(self) -> Generator[None]:
+        """At the end, functions that were called with new arguments inside forget what they keep if it has tensors."""
+        before = [function.cache_info().misses for function in self._functions]
+        try:
+            yield
+        finally:
+            for function, misses in zip(self._functions, before, strict=True):
+                if function.cache_info().misses != misses and any(map(holds_tensors, _kept(function))):
+                    function.cache_clear()
+
+
+def _cached_among(names: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    classes: dict[int, Mapping[str, Any]] = {}
+    for each in names:
+        for value in [*each.values()]:
+            if issubclass(type(value), type):  # isinstance would ask the value, and load modules that load lazily
+                classes[id(value)] = vars(value)
+            else:
+                yield from _cached_in(value)
+    for each in classes.values():
+        for value in [*each.values()]:
+            yield from _cached_in(value)
+
+
+def _cached_in(value: Any) -> Iterator[Any]:
+    """The function itself, or those that a decorator of it encloses."""
+    if type(value) in (staticmethod, classmethod):
+        value = value.__func__
+    if type(value) is _Cached:
+        yield value
+    elif type(value) is FunctionType and value.__closure__:
+        yield from (inner for inner in map(cell_content, value.__closure__) if type(inner) is _Cached)
+
+
+def _kept(function: Any) -> list[Any]:
+    """What a function keeps: without a limit in a dict, else each result by itself."""
+    return [each for each in gc.get_referents(function) if not callable(each)]
