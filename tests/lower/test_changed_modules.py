@@ -72,11 +72,11 @@ def refused(constraints: tuple[str, ...]) -> list[tuple[Callable[[Any, Any], Any
         (lambda m, x: delattr(m.first, "bias"), renamed),
         (lambda m, x: fully_shard(m), "can't be changed by fully_shard"),
         (lambda m, x: setattr(m, "_is_fsdp_managed_module", True), "wrapped in FullyShardedDataParallel"),
-        (lambda m, x: jit.trace(m, (x,)), "can't be traced or scripted"),
-        (lambda m, x: jit.script(m), "can't be traced or scripted"),
+        (lambda m, x: jit.trace(m, (x,)), "can't be traced or scripted by torch.jit"),
+        (lambda m, x: jit.script(m), "can't be traced or scripted by torch.jit"),
     ]
     if "pipeline=2" not in constraints:  # torch copies parameters first, which fails for those of other stages
-        calls.append((lambda m, x: export.export(m, (x,)), "can't be traced or scripted"))
+        calls.append((lambda m, x: export.export(m, (x,)), "can't be traced or scripted by torch.jit"))
     return calls
 
 

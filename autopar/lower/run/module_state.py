@@ -65,14 +65,14 @@ class ModuleState(nn.Module):
             return untyped.__getattr__(name)
         except AttributeError as error:
             if name == _ASKED_BY_DDP:
-                raise self._wrapper_error("wrapped in DistributedDataParallel") from None
+                raise self._wrapper_error("a parallelized model can't be wrapped in DistributedDataParallel") from None
             if name in _OF_WRAPPERS:
                 raise AttributeError(f"{error}: {_OF_WRAPPERS[name]}", name=name, obj=self) from None
             raise
 
-    def _wrapper_error(self, what: str) -> ModelError:
+    def _wrapper_error(self, refused: str) -> ModelError:
         return ModelError(
-            f"a parallelized {type(self).__name__} can't be {what}: its plan has data parallelism, tensor parallelism "
+            f"{refused} ({type(self).__name__}): its plan has data parallelism, tensor parallelism "
             "and ZeRO where that is fastest. Leave the wrapper out; if each rank has its own rows, pass inputs='local' "
             "to autopar.parallelize"
         )
@@ -85,7 +85,7 @@ class ModuleState(nn.Module):
         """
         if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
             raise self._wrapper_error(
-                "changed by fully_shard, replicate or parallelize_module, or by others of torch.distributed"
+                "a parallelized model can't be changed by fully_shard, replicate and others of torch.distributed"
             )
         return super().register_forward_pre_hook(hook, **kwargs)
 
@@ -96,7 +96,7 @@ class ModuleState(nn.Module):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> NoReturn:
-        raise self._wrapper_error("wrapped in FullyShardedDataParallel")
+        raise self._wrapper_error("a parallelized model can't be wrapped in FullyShardedDataParallel")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As of DistributedDataParallel, for gradients that are accumulated over calls of ``backward``.
