@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,53 +24,16 @@ from autopar.lower.communication.torch_groups import open_group
 from autopar.placement import REPLICATE, Layout, Placement, shard
 
 __all__ = [
-    "DispatchMode",
-    "ModuleTables",
-    "accumulation_hooks_on",
-    "after_backward",
-    "allow_anomaly_detection",
-    "can_part",
-    "dtensor_like",
-    "foreach_norm",
-    "from_torch_placement",
-    "full_tensor_by",
-    "functional_all_gather",
-    "functional_all_reduce",
-    "functional_all_to_all",
-    "functional_collectives",
-    "functional_reduce_scatter",
-    "functional_wait",
-    "functions_by",
-    "hooks_on",
-    "in_transform",
-    "is_random",
-    "item_by",
-    "leaves_of",
-    "local_part_of",
-    "local_tensor",
-    "make_dtensor",
-    "make_mesh",
-    "map_leaves",
-    "module_tables",
-    "named_plain",
-    "named_tensors",
-    "native_functions",
-    "not_compiled",
-    "register_container",
-    "renamed_mesh",
-    "scale_in_place",
-    "set_local_tensor",
-    "state_calls_by",
-    "storage_key",
-    "stride_as_parts",
-    "takes_device",
-    "tensor_norms",
-    "to_parted_placements",
-    "to_torch_placements",
-    "whole_initializers",
-    "with_dtensors",
-    "written_arguments",
-]
+    "DispatchMode", "ModuleTables", "accumulation_hooks_on", "after_backward", "allow_anomaly_detection", "can_part",
+    "dtensor_like", "foreach_norm", "from_torch_placement", "full_tensor_by", "functional_all_gather",
+    "functional_all_reduce", "functional_all_to_all", "functional_collectives", "functional_reduce_scatter",
+    "functional_wait", "functions_by", "hooks_on", "in_transform", "is_exported", "is_random", "item_by",
+    "keeping_saved_tensors", "leaves_of", "local_part_of", "local_tensor", "make_dtensor", "make_mesh", "map_leaves",
+    "module_tables", "named_plain", "named_tensors", "native_functions", "not_compiled", "register_container",
+    "renamed_mesh", "scale_in_place", "set_local_tensor", "state_calls_by", "storage_key", "stride_as_parts",
+    "takes_device", "tensor_norms", "to_parted_placements", "to_torch_placements", "whole_initializers",
+    "with_dtensors", "written_arguments",
+]  # fmt: skip
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
 
@@ -492,3 +455,18 @@ def state_calls_by(runs: Mapping[str, Callable[..., Any]]) -> None:
     for name, run in runs.items():
         own = getattr(_state_dict, name)
         setattr(_state_dict, name, functools.update_wrapper(functools.partial(run, own), own))
+
+
+def is_exported() -> bool:
+    """Whether torch.jit, torch.export or torch.onnx traces what runs now."""
+    untyped: Any = torch
+    return untyped.jit.is_tracing() or untyped.compiler.is_exporting()
+
+
+def keeping_saved_tensors() -> AbstractContextManager[Any]:
+    """Inside, autograd keeps what it saves where ``torch.utils.checkpoint`` would drop it and call the model again."""
+    untyped: Any = torch
+    hooks: Any = untyped._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)

@@ -13,7 +13,19 @@ from functools import lru_cache
 
 from autopar.program import Op
 
-__all__ = ["Order", "PlaceResult", "expanded", "followed", "in_order", "new", "part", "permuted", "regrouped", "same"]
+__all__ = [
+    "Order",
+    "PlaceResult",
+    "expanded",
+    "followed",
+    "has_even_rows",
+    "in_order",
+    "new",
+    "part",
+    "permuted",
+    "regrouped",
+    "same",
+]
 
 Shape = tuple[int, ...]
 
@@ -32,6 +44,11 @@ PlaceResult = Callable[[Op, Shape, Order, Shape], tuple[bool, Order]]
 def in_order(shape: Shape) -> Order:
     """The order of a contiguous tensor."""
     return Order(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+
+
+def has_even_rows(shape: Shape, order: Order) -> bool:
+    """Whether all dims but the last can be viewed as one."""
+    return _regrouped_strides(shape, order.strides, (math.prod(shape[:-1]), shape[-1])) is not None
 
 
 def new(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:

@@ -12,14 +12,12 @@ from autopar.program import KernelCollective, Op
 __all__ = ["FAMILIES"]
 
 _TABLE = {
-    "nansum": "*, @ -> *-@ | sum @",
     # The dims of a mean stay whole: trace rewrites means as a sum, which splits, and a division by the global count.
     "mean.dim": "*, @ -> *-@ | plus 0",
     "mean": "... -> () | plus 0",
     "argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
-    "prod.dim_int": "*, @ -> *-@",
     "max.dim min.dim median.dim nanmedian.dim": "*, @ -> *-@, *-@",
-    "max min all any prod": "... -> ()",
+    "max min all any": "... -> ()",
     "count_nonzero": "... -> ()",
     "softmax.int log_softmax.int _safe_softmax _softmax _log_softmax special_softmax": "*, @ -> *",
     "glu": "*, @-1 -> *",
@@ -88,6 +86,11 @@ def _formula_buffers(
     return Buffers(backward=float(count * operands[0].num_bytes))
 
 
+def _product_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Where elements are zero, which a mask says, the backward runs products from both ends of the dim."""
+    return Buffers(backward=float(5 * operands[0].num_bytes + operands[0].num_elements))
+
+
 def _running_buffers(
     op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool, *, count: int
 ) -> Buffers:
@@ -116,8 +119,14 @@ FAMILIES = (
     OpFamily(aten(_TABLE), fuses=True),
     OpFamily(aten(_SCANS)),
     _running_family("cumsum", "running_sum", 1, 2, "plus 0"),
-    _running_family("cumprod", "running_product", 2, 6),
+    _running_family("cumprod", "running_product", 2, 8),  # where it finds zeros; 4 without
     _running_family("logcumsumexp", "running_log_sum", 2, 7),
+    OpFamily(
+        aten({"prod.dim_int": "*, @ -> *-@", "prod": "... -> ()"}),
+        buffers=_product_buffers,
+        fuses=True,
+    ),
+    OpFamily(aten({"nansum": "*, @ -> *-@ | sum @"}), buffers=partial(_formula_buffers, count=2), fuses=True),
     OpFamily(aten({"logsumexp": "*, @ -> *-@"}), buffers=_log_sum_buffers, fuses=True),
     OpFamily(aten({"amax amin": "*, @ -> *-@"}), buffers=_extreme_buffers, fuses=True),
     OpFamily(

@@ -22,7 +22,7 @@ SCALARS = 64  # bytes of what is no tensor of the operands' size: a mean, a coun
 REDUCTIONS = (
     "aten.logsumexp", "aten.var", "aten.std", "aten.amax", "aten.amin", "aten.linalg_vector_norm", "aten.norm",
     "aten.cumsum", "aten.logcumsumexp", "aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss",
-    "aten.binary_cross_entropy.", "aten.roll",
+    "aten.binary_cross_entropy.", "aten.roll", "aten.prod", "aten.cumprod", "aten.nansum",
 )  # fmt: skip
 
 

@@ -85,7 +85,10 @@ class CallFailures:
         silent = [rank for rank in others if not self._store.check([f"spoke/{rank}"])]
         if not silent:
             return "All other ranks failed, too: look for their messages"
-        return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
+        return (
+            f"No word from ranks {silent}: one of them ended or hangs, most likely, or waits in a collective of the "
+            "script's own (dist.barrier, dist.all_reduce) that this rank did not call; look for its message"
+        )
 
 
 def _say_ended(store: Store, rank: int) -> None:

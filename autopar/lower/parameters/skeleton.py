@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -81,6 +81,7 @@ def copy_skeleton(
                 fill(child, modules[id(child)], f"{prefix}{name}.")
             target.children[name] = None if child is None else modules[id(child)]
         new.__dict__["_modules"] = _FixedModules(target.children)
+        new.__dict__["_parameters"] = _FixedParameters(target.parameters)
 
     fill(source, target, "")
 
@@ -209,6 +210,38 @@ class _FixedModules(dict[str, nn.Module | None]):
         )
 
 
+class _FixedParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module, which keep their names; a script may add others, and remove these again."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self._names = frozenset(name for name, parameter in parameters.items() if parameter is not None)
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None and name in self._names:
+            self._refuse(name)
+        for own in self._names if parameter is not None and name not in self else ():
+            if self.get(own) is parameter:
+                self._refuse(own)
+        super().__setitem__(name, parameter)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._names:
+            self._refuse(name)
+        super().__delitem__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    @staticmethod
+    def _refuse(name: str) -> NoReturn:
+        raise ModelError(
+            f"parameter {name!r} of a parallelized model can't be removed or get another name, as "
+            "torch.nn.utils.prune, weight_norm and spectral_norm ask for: the program that runs reads it as it was. "
+            "Change the original model, and call autopar.parallelize after it"
+        )
+
+
 def state_names(module: nn.Module, parameters: Container[str]) -> list[str]:
     """The names of ``state_dict`` in its order; `parameters` are those that this or another device group holds."""
     names: list[str] = []
@@ -216,7 +249,8 @@ def state_names(module: nn.Module, parameters: Container[str]) -> list[str]:
     def visit(module: nn.Module, prefix: str) -> None:
         tables = module_tables(module)
         saved = [name for name, buffer in tables.buffers.items() if buffer is not None and name not in tables.not_saved]
-        names.extend(prefix + name for name in tables.parameters if prefix + name in parameters)
+        own = [name for name, p in tables.parameters.items() if p is not None or prefix + name in parameters]
+        names.extend(prefix + name for name in own)
         names.extend(prefix + name for name in saved)
         for name, child in tables.children.items():
             if child is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
@@ -64,14 +65,38 @@ class ModuleState(nn.Module):
             return untyped.__getattr__(name)
         except AttributeError as error:
             if name == _ASKED_BY_DDP:
-                raise ModelError(
-                    f"a parallelized {type(self).__name__} can't be wrapped in DistributedDataParallel: its plan has "
-                    "data parallelism where that is fastest. Leave the wrapper out; if each rank has its own rows, "
-                    "pass inputs='local' to autopar.parallelize"
-                ) from None
+                raise self._wrapper_error("a parallelized model can't be wrapped in DistributedDataParallel") from None
             if name in _OF_WRAPPERS:
                 raise AttributeError(f"{error}: {_OF_WRAPPERS[name]}", name=name, obj=self) from None
             raise
+
+    def _wrapper_error(self, refused: str) -> ModelError:
+        return ModelError(
+            f"{refused} ({type(self).__name__}): its plan has data parallelism, tensor parallelism "
+            "and ZeRO where that is fastest. Leave the wrapper out; if each rank has its own rows, pass inputs='local' "
+            "to autopar.parallelize"
+        )
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> RemovableHandle:
+        """As of any module, but for hooks of torch.distributed.
+
+        Raises:
+            ModelError: ``fully_shard``, ``replicate`` or ``parallelize_module`` is applied to the module.
+        """
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+            raise self._wrapper_error(
+                "a parallelized model can't be changed by fully_shard, replicate and others of torch.distributed"
+            )
+        return super().register_forward_pre_hook(hook, **kwargs)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What FullyShardedDataParallel sets of each module that it wraps, before it changes any parameter."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> NoReturn:
+        raise self._wrapper_error("a parallelized model can't be wrapped in FullyShardedDataParallel")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As of DistributedDataParallel, for gradients that are accumulated over calls of ``backward``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,15 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.sharded_rows import ShardedRows
-from autopar.lower.compat import in_transform, leaves_of, map_leaves, named_plain, named_tensors
+from autopar.lower.compat import (
+    in_transform,
+    is_exported,
+    keeping_saved_tensors,
+    leaves_of,
+    map_leaves,
+    named_plain,
+    named_tensors,
+)
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
@@ -192,7 +200,7 @@ class ParallelModule(StepCalls):
             InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
-            ModelError: it is called in a transform of ``torch.func``.
+            ModelError: it is called in a transform of ``torch.func``, or traced.
         """
         end_step()  # of an optimizer that raised in it
         if in_transform():
@@ -200,6 +208,8 @@ class ParallelModule(StepCalls):
                 "a parallelized model was called in torch.func's grad, vmap or another transform, which can't see "
                 "into a program on several devices: transform the original model with the values of full_state_dict()"
             )
+        if is_exported():
+            _refuse_tracer()
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
@@ -210,7 +220,15 @@ class ParallelModule(StepCalls):
             self._first_steps.interrupt()
             raise
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What ``torch.jit.script`` calls first: raise ModelError."""
+        _refuse_tracer()
+
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
+        with keeping_saved_tensors():
+            return self._call(args, kwargs, part)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
         kind += f" of {part!r}{SAME_INPUTS}" if part else ""
         autocast = self._executors.autocast
@@ -313,3 +331,10 @@ class ParallelModule(StepCalls):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+
+def _refuse_tracer() -> NoReturn:
+    raise ModelError(
+        "a parallelized model, which runs a plan on several devices, can't be traced or scripted by torch.jit, "
+        "torch.export or torch.onnx: trace the original model, with the values of full_state_dict()"
+    )

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
-from autopar.ops.family import Buffers
-from autopar.ops.memory_order import Order, in_order
+from autopar.ops.family import Buffers, OpFamily
+from autopar.ops.memory_order import Order, has_even_rows, in_order
 from autopar.placement import LOCAL, Step
 from autopar.program import Op, TensorType
 from autopar.step.layer.instructions import InParts, InPieces, Reshard, RunOp, Single
@@ -63,6 +63,7 @@ class TensorNode(NamedTuple):
         splits_gradient: whether they get parts of it.
         expands_gradient: whether its operand gets that gradient expanded, a view.
         copies_expanded: whether its backward copies a gradient that arrives expanded.
+        view_gradients: operands whose gradients are views of what its backward computes.
         op: None of a move.
         is_local: of a move, whether it has no collective.
         op_index: of the op in its layer; -1 of a move.
@@ -95,6 +96,7 @@ class TensorNode(NamedTuple):
     has_kernel: bool = False
     expands_gradient: bool = False
     copies_expanded: bool = True
+    view_gradients: tuple[TensorKey, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +177,32 @@ class _Located(NamedTuple):
     order: Order
 
 
+class _Rows(NamedTuple):
+    """How a product reads rows of more than two dims: as a matrix, which is a view of them or a copy.
+
+    Args:
+        operand: which of the operands has the rows.
+        copied_bytes: bytes of the copy, 0 of a view.
+        views: operands that it reads as views, so that their gradients are views as well.
+    """
+
+    operand: int = -1
+    copied_bytes: float = 0.0
+    views: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(family: OpFamily, op: Op, orders: Sequence[Order], types: Sequence[TensorType]) -> _Rows:
+        """Of an op of this family; nothing of one that is no such product."""
+        product = family.row_products.get(op.target)
+        if product is None or len(types[product.matrix].shape) != 2:
+            return _Rows()
+        rows = types[product.rows]
+        is_flattened = len(rows.shape) > 2
+        is_copied = is_flattened and not has_even_rows(rows.shape, orders[product.rows])
+        views = (product.rows,) * is_flattened + (product.matrix,) * product.transposed
+        return _Rows(product.rows, float(rows.num_bytes) if is_copied else 0.0, views)
+
+
 class _TensorGraphBuilder:
     """Follows a local program instruction by instruction; `located` has its local values so far."""
 
@@ -245,7 +273,9 @@ class _TensorGraphBuilder:
         saves, extra, temporary = self._kept(op)
         on_device = family.buffers_on_gpus if self.fuses_attention else family.buffers_on_cpus
         more = Buffers() if has_kernel else on_device(op, state.operand_types, trains)
+        rows = _Rows.of(family, op, [each.order for each in operands], state.operand_types)
         keys = [each.key for each in (*operands, *results)]
+        is_copy_kept = rows.copied_bytes > 0 and rows.operand in saves
         share = self._share(op, (*state.result_types, *state.operand_types))
         is_apart = op.is_random or family.runs_apart
         self.piece += is_apart
@@ -255,9 +285,11 @@ class _TensorGraphBuilder:
                 makes,
                 targets=tuple(each.target for each, takes in zip(results, trained, strict=True) if takes),
                 sources=tuple(each.target for each, takes in zip(operands, trains, strict=True) if takes),
-                saves=tuple(keys[i] for i in saves if i or not buffers.kept),
-                saved_extra=extra * share + buffers.kept + more.kept,
-                forward_extra=buffers.forward + temporary[0] * share,
+                saves=tuple(
+                    keys[i] for i in saves if (i or not buffers.kept) and not (is_copy_kept and i == rows.operand)
+                ),
+                saved_extra=extra * share + buffers.kept + more.kept + rows.copied_bytes * is_copy_kept,
+                forward_extra=buffers.forward + temporary[0] * share + rows.copied_bytes * (not is_copy_kept),
                 backward_extra=buffers.backward + more.backward + temporary[1] * share,
                 passes_gradient=op.is_view or family.gradient in ("passed", "parts"),
                 expands_gradient=family.gradient == "expanded",
@@ -271,6 +303,7 @@ class _TensorGraphBuilder:
                 has_kernel=has_kernel,
                 piece=self.piece,
                 kept_extra=buffers.kept,
+                view_gradients=tuple(keys[i] for i in rows.views),
             )
         )
         self.piece += is_apart

@@ -160,7 +160,8 @@ class ParameterMemory:
             self._gradients.allocate(index, self._sizes[index].sum_bytes)
         elif self._sizes[index].reduced_bytes:
             self._unreduced.allocate(index, self._sizes[index].copy_gradient_bytes)
-        else:
+        else:  # what other layers have given already is added to theirs, and freed, by ``WAIT_REDUCE``
+            self._reducing.allocate(index, self._term_bytes(index))
             self._finish(index)
 
     def reduced_bytes(self, index: int) -> tuple[float, float]:
