@@ -37,8 +37,8 @@ _MAX_TRIED = 12  # on that walk: each takes about as long as a search without st
 # walk goes on that way, and any that is not ruled out is better.
 _RULED_OUT_S = 1e9
 _IDLE = 1e-6
-# Times as long as what is enough: to refine pipelines that take longer makes none of them a match (it gained up to 1 % in
-# nine searches for 405B on 16,384 devices and 8B on 64).
+# Times as long as what is enough: to refine pipelines that take longer makes none of them a match (it gained up to 1 %
+# in nine searches for 405B on 16,384 devices and 8B on 64).
 _REFINED = 1.02
 _CLEARLY = 0.9  # of what is enough: pipelines of equal stages that take less are not ruled out, so that is not tried
 
