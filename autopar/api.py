@@ -18,6 +18,7 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, profile_path
 from autopar.cost.profile import LayerTime
 from autopar.cost.profile_file import keep, load_profile
+from autopar.host.default_device import on_host
 from autopar.lower import ParallelModule
 from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
@@ -61,6 +62,7 @@ _CACHE = CACHE_DIR
 
 
 @shown(here=is_first_rank)
+@on_host()
 def parallelize(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     mesh: DeviceMesh,
@@ -253,6 +255,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
 
 
 @shown(here=is_first_rank)
+@on_host()
 def plan(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     cluster: Cluster | DeviceMesh,

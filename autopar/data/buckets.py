@@ -111,7 +111,7 @@ class BucketSampler(Sampler[list[int]]):
 
 
 def _shuffled(count: int, generator: torch.Generator) -> list[int]:
-    return [int(place) for place in torch.randperm(count, generator=generator)]
+    return [int(place) for place in torch.randperm(count, generator=generator, device="cpu")]
 
 
 class EvenSteps:

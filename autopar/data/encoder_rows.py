@@ -20,6 +20,7 @@ from autopar.balance.costs import check_lengths
 from autopar.balance.rows import assign_rows
 from autopar.data.packed_rows import RowPacking
 from autopar.errors import LoaderError
+from autopar.host.default_device import as_host_tensor
 from autopar.plan.prediction import RowCost
 from autopar.search.microbatches.row_sums import RowPieces
 
@@ -229,7 +230,7 @@ class EncoderSharing:
         shape = self.forms[name][0][1:]
         given: list[Any] = list(cast("Sequence[Any]", entry)) if isinstance(entry, list | tuple) else [entry]
         images: list[Tensor] = []
-        for x in (torch.as_tensor(each) for each in given if each is not None):
+        for x in (as_host_tensor(each) for each in given if each is not None):
             images += x.unbind() if x.dim() == len(shape) + 1 else [x]
         for x in images:
             fits = x.shape[1:] == shape[1:] if self.tokens else x.shape == shape
@@ -273,9 +274,9 @@ class EncoderSharing:
         text = {name: x for name, x in sample.items() if name not in self.encoder.names}
         if not self.encoder.lookup:
             return text
-        seen = torch.as_tensor(text.get(self.encoder.lookup, ()))
-        places = [torch.arange(n) + share.starts[number, image] for image, n in enumerate(lengths)]
-        known = torch.cat(places) if places else torch.zeros(1, dtype=torch.int64)
+        seen = as_host_tensor(text.get(self.encoder.lookup, ()))
+        places = [torch.arange(n, device="cpu") + share.starts[number, image] for image, n in enumerate(lengths)]
+        known = torch.cat(places) if places else torch.zeros(1, dtype=torch.int64, device="cpu")
         if not seen.numel() or seen.is_floating_point() or int(seen.min()) < 0 or int(seen.max()) >= len(known):
             raise LoaderError(
                 f"entry {self.encoder.lookup!r} of a sample says for each place of its text which of its "
@@ -321,7 +322,7 @@ class EncoderSharing:
                 name: torch.stack([part[name] for part in parts]) if parts else x.new_zeros(form[name])
                 for name, x in blank.items()
             }
-        offsets = torch.tensor([0, *share.room]).cumsum(0)
+        offsets = torch.tensor([0, *share.room], device="cpu").cumsum(0)
         return {
             name: torch.nested.nested_tensor_from_jagged(torch.cat([part[name] for part in parts]), offsets)
             for name in blank
@@ -330,7 +331,10 @@ class EncoderSharing:
     def _blank(self, tokens: int = 0) -> dict[str, Tensor]:
         """An image of zeros."""
         forms = self.forms.items()
-        return {name: torch.zeros(tokens or shape[1], *shape[2:], dtype=dtype) for name, (shape, dtype) in forms}
+        return {
+            name: torch.zeros(tokens or shape[1], *shape[2:], dtype=dtype, device="cpu")
+            for name, (shape, dtype) in forms
+        }
 
 
 def in_even_parts(

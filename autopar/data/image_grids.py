@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autopar.data.encoder_rows import LEADING_BITS, EncoderRows, EncoderShare, Image, in_even_parts
 from autopar.errors import LoaderError
+from autopar.host.default_device import as_host_tensor
 from autopar.trace import FEATURE_ORDER
 
 __all__ = ["GridSharing"]
@@ -134,8 +135,8 @@ class GridSharing:
         given = sample.get(self.encoder.grids)
         if given is None or not len(given):
             return []
-        grids = torch.as_tensor(given)
-        entries = {name: torch.as_tensor(sample.get(name, ())) for name in self.encoder.names}
+        grids = as_host_tensor(given)
+        entries = {name: as_host_tensor(sample.get(name, ())) for name in self.encoder.names}
         patches = [math.prod(grid) for grid in _grids_of(grids)]
         for name, x in entries.items():
             shape = self.forms[name][0]
@@ -159,7 +160,7 @@ class GridSharing:
         Raises:
             LoaderError: there are none, or not one for each sample.
         """
-        return [_grids_of(torch.as_tensor(own)) for own in self.encoder.lengths_for(samples)]
+        return [_grids_of(as_host_tensor(own)) for own in self.encoder.lengths_for(samples)]
 
     # --- the batch
 
@@ -186,9 +187,9 @@ class GridSharing:
         for row, grid in zip(share.rows, share.grids, strict=True):
             for name, (shape, dtype) in self.forms.items():
                 own = [images[sample][image][1][name].to(dtype) for sample, image in row]
-                patches[name] += own or [torch.zeros(math.prod(grid), *shape[1:], dtype=dtype)]
+                patches[name] += own or [torch.zeros(math.prod(grid), *shape[1:], dtype=dtype, device="cpu")]
         joined = {name: torch.cat(own) for name, own in patches.items()}
-        return joined | {self.encoder.grids: torch.tensor(share.grids * self.ranks)}
+        return joined | {self.encoder.grids: torch.tensor(share.grids * self.ranks, device="cpu")}
 
     def order_of(self, share: EncoderShare, rows: Sequence[Sequence[int]], tokens: int) -> dict[str, Tensor]:
         """Where the features of each of these rows of samples are among those of all images, ``[rows, tokens]``; empty
@@ -200,11 +201,11 @@ class GridSharing:
         if not share.starts:
             return {}
         beyond = self.ranks * sum(map(self._features, share.grids))  # of a place without a feature: a lookup fails
-        order = torch.full((len(rows), tokens), beyond)
+        order = torch.full((len(rows), tokens), beyond, device="cpu")
         for own, row in zip(order, rows, strict=True):
             images = [(sample, image) for sample in row for image in range(len(share.lengths[sample]))]
             features = [
-                share.starts[image] + torch.arange(self._features(share.lengths[image[0]][image[1]]))
+                share.starts[image] + torch.arange(self._features(share.lengths[image[0]][image[1]]), device="cpu")
                 for image in images
             ]
             count = sum(map(len, features))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import LoaderError
+from autopar.host.default_device import as_host_tensor
 
 __all__ = ["RowPacking"]
 
@@ -49,7 +50,7 @@ class RowPacking:
         if len(set(tokens)) == 1:
             return self.rows(rows, tokens[0], like)
         each = [self.rows([row], length, like) for row, length in zip(rows, tokens, strict=True)]
-        offsets = torch.tensor([0, *tokens]).cumsum(0)
+        offsets = torch.tensor([0, *tokens], device="cpu").cumsum(0)
         return {
             name: torch.cat([part[name] for part in each])
             if name in self.whole
@@ -68,18 +69,18 @@ class RowPacking:
         form = self._read(like)
         sizes = {name: x.shape if name in self.whole else (tokens, *x.shape[1:]) for name, x in form.items()}
         batch = {
-            name: torch.full((len(rows), *sizes[name]), self.padding.get(name, 0), dtype=x.dtype)
+            name: torch.full((len(rows), *sizes[name]), self.padding.get(name, 0), dtype=x.dtype, device="cpu")
             for name, x in form.items()
         }
-        places = torch.zeros(len(rows), tokens, dtype=torch.int64)
+        places = torch.zeros(len(rows), tokens, dtype=torch.int64, device="cpu")
         # A row without a sequence attends to itself, as if it had one: a softmax over nothing is not a number.
-        filled = torch.tensor([not row for row in rows], dtype=torch.int64)[:, None].repeat(1, tokens)
+        filled = torch.tensor([not row for row in rows], dtype=torch.int64, device="cpu")[:, None].repeat(1, tokens)
         for number, row in enumerate(rows):
             start = 0
             for sample in map(self._read, row):
                 begin, start = start, start + self._length(sample)
                 self._place(batch, number, slice(begin, start), sample, tokens)
-                places[number, begin:start] = torch.arange(start - begin)
+                places[number, begin:start] = torch.arange(start - begin, device="cpu")
             filled[number, :start] = 1
         if self.kinds:
             places = torch.cat([places[None], batch.pop(self.positions).movedim(-1, 0)])
@@ -140,7 +141,7 @@ class RowPacking:
                 if unknown
                 else "a sample has no entries"
             )
-        tensors = {name: torch.as_tensor(x) for name, x in given.items()}
+        tensors = {name: as_host_tensor(x) for name, x in given.items()}
         sizes = {name: len(x) if x.dim() else 0 for name, x in tensors.items() if name not in self.whole}
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise LoaderError(
@@ -155,9 +156,9 @@ class RowPacking:
         """``[length, kinds]`` of a sample."""
         given = sample.get(self.positions)
         if given is None:
-            places = torch.arange(len(next(iter(sample.values()))))
+            places = torch.arange(len(next(iter(sample.values()))), device="cpu")
             return places[:, None].expand(-1, self.kinds)
-        positions = torch.as_tensor(given)
+        positions = as_host_tensor(given)
         if positions.dim() != 2 or len(positions) != self.kinds:
             raise LoaderError(
                 f"a sample has {self.positions} {list(positions.shape)}, but the model takes [{1 + self.kinds}, rows, "
@@ -176,7 +177,7 @@ def _without_mask(sample: Mapping[str, Any], padding: Mapping[str, float]) -> Ma
     name = "attention_mask"
     if name not in sample or name in padding:
         return sample
-    if not bool(torch.as_tensor(sample[name]).all()):
+    if not bool(as_host_tensor(sample[name]).all()):
         raise LoaderError(
             "a sample is padded already: its attention_mask has zeros. Leave padding to the balanced loader: tokenize "
             "without it, so that samples have their own lengths"

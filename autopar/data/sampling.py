@@ -40,7 +40,7 @@ class AgreedDraws:
         seed = self.inputs.shared_seed(torch.get_rng_state()) if draws else None
         if seed is None:
             return next(iterator, None)
-        torch.rand(())  # the next epoch is to find another state
+        torch.rand((), device="cpu")  # the next epoch is to find another state
         with random_scope(seed):
             return next(iterator, None)
 

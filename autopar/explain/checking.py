@@ -169,5 +169,5 @@ def _with_values(leaf: Any) -> Any:
         return leaf
     generator = torch.Generator().manual_seed(0)
     if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
-    return torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
+        return torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf.dtype)
+    return torch.randint(0, 2, leaf.shape, generator=generator, device="cpu").to(leaf.dtype)

@@ -76,7 +76,7 @@ def pins_memory(device_type: str) -> bool:
     if device_type == "cpu":
         return False
     try:
-        torch.empty(1, pin_memory=True)
+        torch.empty(1, pin_memory=True, device="cpu")
     except _REFUSALS:
         return False
     return True

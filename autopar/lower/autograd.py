@@ -205,7 +205,7 @@ class _GradientToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
         ctx.run_backward = backward
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     @once_differentiable

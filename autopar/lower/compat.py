@@ -98,7 +98,7 @@ def make_mesh(sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *,
         MeshError: `ranks` descend along an axis, and this torch sorts the ranks of a group (before 2.13), so
             that DTensor would join slices in the wrong order.
     """
-    layout = torch.tensor(list(ranks), dtype=torch.int).view(sizes)
+    layout = torch.tensor(list(ranks), dtype=torch.int, device="cpu").view(sizes)
     if rank is not None:
         return DeviceMesh(device_type, layout, _init_backend=False, _rank=rank)
     is_sorted = all(bool((layout.diff(dim=dim) > 0).all()) for dim in range(layout.ndim))

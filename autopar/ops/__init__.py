@@ -8,6 +8,7 @@ their special kernels.  The records are the `FAMILIES` of the files in this fold
 from autopar.ops.creation import filled_with
 from autopar.ops.family import OpCall, OpFamily, packet_name
 from autopar.ops.registry import (
+    LAUNCHING_NAMESPACE,
     RuleMatch,
     count_work,
     family_of,
@@ -23,6 +24,7 @@ from autopar.ops.registry import (
 from autopar.ops.work import Work
 
 __all__ = [
+    "LAUNCHING_NAMESPACE",
     "OpCall",
     "OpFamily",
     "RuleMatch",

@@ -161,6 +161,7 @@ class OpFamily:
         takes_expanded: its backward reads an expanded gradient as it is, without a copy; elementwise ops always do.
         place: the memory format of the result; see `result_order`.
         may_copy: a view that becomes a copy where the operand's order in memory doesn't allow one.
+        host_operands: positions of operands that it reads on the host, wherever they are.
         num_choices: for operands that are indices, the number of entries that they index, given the first operand's
             shape.
         row_dim: the dim of the first operand along which it works row by row.
@@ -195,6 +196,7 @@ class OpFamily:
     takes_expanded: bool = False
     place: PlaceResult | None = None
     may_copy: bool = False
+    host_operands: tuple[int, ...] = ()
     num_choices: Callable[[Op, tuple[int, ...]], int] | None = None
     row_dim: Callable[[Op], int] = lambda op: -1
     fuses: bool = False

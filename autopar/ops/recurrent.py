@@ -135,5 +135,6 @@ FAMILIES = (
         count_work=_work,
         saves=lambda op, operands, results: (tuple(range(len(operands))), 0),
         buffers=_memory_of_packed,
+        host_operands=(1,),  # lengths
     ),
 )

@@ -22,14 +22,17 @@ from autopar.ops.work import Work
 from autopar.program import Op, Option
 
 __all__ = [
-    "RuleMatch", "count_work", "family_of", "is_cheap", "is_fused", "options_for", "own_families", "register_rule",
-    "registered_targets", "result_order", "with_rule",
+    "LAUNCHING_NAMESPACE", "RuleMatch", "count_work", "family_of", "is_cheap", "is_fused", "options_for",
+    "own_families", "register_rule", "registered_targets", "result_order", "with_rule",
 ]  # fmt: skip
 
 _FILES = (import_module(f"autopar.ops.{file.name}") for file in iter_modules([str(Path(__file__).parent)]))
 _FAMILIES = tuple(family for file in _FILES for family in getattr(file, "FAMILIES", ()))
 _OWN: Mapping[str, OpFamily] = {target: family for family in _FAMILIES for target in family.rules}
 _PACKETS: Mapping[str, OpFamily] = {packet_name(target): family for target, family in reversed(_OWN.items())}
+
+LAUNCHING_NAMESPACE = "autopar_launching"
+"""Of custom functions that launch kernels by themselves, which a compiler can't look into."""
 
 _INTERNAL_FIELDS = {"rules", "kernels", "function", "takes_generator"}  # they name functions of `lower.kernels`
 
@@ -58,7 +61,11 @@ def family_of(target: str) -> OpFamily:
 
 @lru_cache(maxsize=4096)
 def _own_family(target: str) -> OpFamily:
-    unknown = OpFamily({}, is_cheap=target.startswith(("aten.", "autopar.", "prims.")))
+    unknown = OpFamily(
+        {},
+        is_cheap=target.startswith(("aten.", "autopar.", "prims.")),
+        runs_apart=target.startswith(f"{LAUNCHING_NAMESPACE}."),
+    )
     return _OWN.get(target) or _PACKETS.get(packet_name(target)) or unknown
 
 

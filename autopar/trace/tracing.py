@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.host.default_device import on_host
 from autopar.host.garbage import collected_seldom
 from autopar.objects.attribute_owners import joined
 from autopar.objects.buffer_questions import BufferQuestion
@@ -27,6 +28,7 @@ from autopar.trace.calls.loss_output import find_loss
 from autopar.trace.calls.model_outputs import ModelOutputs
 from autopar.trace.calls.signature import CallForm, ComputedValues, call_form, make_flatten
 from autopar.trace.calls.structure import Dropped, Structure, carried, walk
+from autopar.trace.compat.foreign_kernels import launches_left_out
 from autopar.trace.experts import expert_regions
 from autopar.trace.export.capture import Captured, capture
 from autopar.trace.export.conversion import convert
@@ -147,6 +149,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 _NO_NEEDS = LayerNeeds()
 
 
+@on_host()
+@launches_left_out()
 @collected_seldom()
 def trace(
     model: nn.Module,

@@ -71,6 +71,14 @@ def refuse_host_tensors() -> None:
         setattr(torch_groups, name, strictly)
 
 
+def call_with_a_batch_of_the_host() -> list[float]:
+    """The loss of a batch on the device, and of the same one on the host."""
+    model, inputs = parallelize(["tensor=2"])
+    losses = [loss_of(model(**{key: x.to(place) for key, x in inputs.items()})) for place in (DEVICE, "cpu")]
+    losses[1].backward()
+    return [loss.item() for loss in losses]
+
+
 def on_stand_in(cases: list[list[str]]) -> dict[str, Any]:
     stand_in_device.register("Ascend910B4")
     refuse_host_tensors()
@@ -86,6 +94,7 @@ def on_stand_in(cases: list[list[str]]) -> dict[str, Any]:
     found["draws"] = draws
     report = model.report(lambda: model(**inputs)[1].backward())
     found["measured"] = report.measured.step_s, {event.stream for event in report.measured.events}
+    found["batches"] = call_with_a_batch_of_the_host()
     x = torch.ones(64, 64, device=DEVICE)
     found["seconds"] = elapsed_s(lambda: x @ x, torch.device(DEVICE))
     with pytest.raises(MeshError, match="mesh is of 'cuda' devices, but torch"):
@@ -112,6 +121,8 @@ def test_a_device_from_outside_torch_trains_as_one_device(caplog: pytest.LogCapt
         assert step_s > 0
         assert streams >= {"compute", "communication"}
         assert found["seconds"] > 0
+        on_device, on_host = found["batches"]
+        assert on_device == on_host
 
 
 def test_unlike_nodes_are_refused_by_name() -> None:

@@ -12,7 +12,9 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from autopar.errors import ExampleInputsError, TraceError
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.trace import trace
+from tests.lower.runs import build
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
@@ -152,3 +154,22 @@ def test_functions_that_pack_are_torchs_own_after_a_trace() -> None:
     assert pad_packed_sequence(packed, batch_first=True)[0].equal(
         X * (torch.arange(4) < torch.tensor([[4], [2]]))[..., None]
     )
+
+
+class LastStep(nn.Module):
+    """Rows to the final state of each; lengths are for packing alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.cell(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1].square().mean()
+
+
+def test_lengths_may_stay_on_the_host() -> None:
+    inputs = {"x": torch.randn(4, 6, 4), "lengths": torch.tensor([6, 2, 5, 3])}
+    model = LastStep()
+    traced = trace(model, (), inputs)
+    (executor,) = simulate(1, lambda c: build(model, traced, forced_plan(traced.program, 1), c)._executor)
+    assert executor.inputs_on_host == {"lengths"}

@@ -126,7 +126,7 @@ class Communicator(Transport):
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """The equally many integers of every rank, by rank; the host waits for all ranks, but not for a device."""
-        stack: Any = self.all_gather(torch.tensor([numbers]), Axis(self.world_size, 1), 0)
+        stack: Any = self.all_gather(torch.tensor([numbers], device="cpu"), Axis(self.world_size, 1), 0)
         return stack.tolist()
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:

@@ -36,7 +36,7 @@ def digest_of(x: Tensor) -> Tensor:
     flat = x.detach().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # one element may be contiguous with any stride
     if flat.device.type == "cpu":
-        return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy().data))
+        return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy().data), device="cpu")
     return weighted_sum(flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)))
 
 
@@ -52,7 +52,7 @@ def start_reading(digests: Sequence[Tensor], device: torch.device) -> Callable[[
     if not pins_memory(device.type):
         waited_for = [int(digest) for digest in joined.cpu()]
         return lambda: waited_for
-    host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True)
+    host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True, device="cpu").copy_(joined, non_blocking=True)
     event = torch.Event(device)
     event.record()
 
@@ -83,5 +83,5 @@ def weighted_sum(words: Tensor) -> Tensor:
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers of 63 random bits: where words differ in high bits only, the products still differ by place."""
-    drawn = torch.randint(1 << 62, (_WORDS,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(1 << 62, (_WORDS,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (2 * drawn + 1).to(device)

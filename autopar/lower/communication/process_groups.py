@@ -125,7 +125,7 @@ class ProcessGroupCommunicator(Communicator):
         everybody = Axis(self.world_size, 1)
         if self._host_group is None:
             self._host_group = torch_groups.open_group(self._ranks, backend="gloo")
-        own = torch.tensor([numbers])
+        own = torch.tensor([numbers], device="cpu")
         stack = own.new_empty((self.world_size, *own.shape))
         in_group = sorted(self._ranks)
         order = [in_group.index(rank) for rank in self._ranks]

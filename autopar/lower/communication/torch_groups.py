@@ -179,7 +179,9 @@ def close_group(group: dist.ProcessGroup) -> None:
     """
     untyped: Any = group
     with suppress(RuntimeError):  # that of the limit, or it is closed already
-        untyped.recv([torch.empty(1)], int(group.rank() == 0), _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        untyped.recv([torch.empty(1, device="cpu")], int(group.rank() == 0), _UNUSED_TAG).wait(
+            timedelta(milliseconds=1)
+        )
 
 
 def store_answers(store: Any) -> bool:

@@ -61,7 +61,9 @@ class LossCount:
         if not self.arithmetic:
             return sums[0]
         given = zip(self.sums.items(), sums, strict=True)
-        known = run_ops(self.arithmetic, {name: torch.tensor(x, dtype=dtype) for (name, dtype), x in given})
+        known = run_ops(
+            self.arithmetic, {name: torch.tensor(x, dtype=dtype, device="cpu") for (name, dtype), x in given}
+        )
         return float(known[self.arithmetic[-1].results[0]])
 
 

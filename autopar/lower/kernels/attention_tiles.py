@@ -118,7 +118,7 @@ def _before(start: int, stop: int, window: int, *, is_strict: bool) -> tuple[lis
 
 def numbers(places: range, shift: int = 0) -> Tensor:
     """The numbers of `places`, each `shift` more, for tiles."""
-    return torch.arange(places.start, places.stop, places.step) + shift
+    return torch.arange(places.start, places.stop, places.step, device="cpu") + shift
 
 
 def tiles_on(device: torch.device, tiles: Iterable[Tiles]) -> list[Tiles]:

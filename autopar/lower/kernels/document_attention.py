@@ -236,7 +236,7 @@ def _varlen(
 ) -> Tensor:
     """All documents in one call; `order` as in `document_order`, None if that is how they are."""
     batch, heads, tokens, _ = query.shape
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(query.device, torch.int32)
     q, k, v = (tokens_of(x) if order is None else tokens_of(x).index_select(0, order) for x in (query, key, value))
     longest = max(lengths)
     sides = (window - 1, 0 if is_causal else window - 1)

@@ -83,9 +83,9 @@ def agree_base_seed(communicator: Communicator) -> int:
     don't stand at the same place, they are told by one broadcast of 8 bytes.  Every process draws, so that those that
     were in step stay so.
     """
-    seed = torch.zeros(1, dtype=torch.int64)
+    seed = torch.zeros(1, dtype=torch.int64, device="cpu")
     if communicator.rank == 0 or communicator.calls is not None:
-        seed = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64)
+        seed = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device="cpu")
     if communicator.calls is not None and communicator.calls.is_in_step:
         return int(seed)
     everybody = Axis(communicator.world_size, 1)

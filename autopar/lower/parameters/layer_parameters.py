@@ -215,7 +215,7 @@ class StepParameters:
         if not torch.is_grad_enabled():
             return self.copies()
         if self.frees:
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), requires_grad=True, device="cpu")
             return call_function(_ComputeCopies, self, anchor) if self.layer.names else ()
         return self.leaves()
 

@@ -40,7 +40,7 @@ def whole_optimizer_state(
         if not isinstance(x, Tensor):
             return x
         if not keeps:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return x.detach().to("cpu" if on_host else x.device, copy=True)
 
     with torch.no_grad():

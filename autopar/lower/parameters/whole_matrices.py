@@ -245,7 +245,7 @@ def _couples(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     key = ("couples", repr(_flags_of(group)))
     if key not in known:
         make, generator = _twin(optimizer, group, _flags(optimizer, parameter)), torch.Generator().manual_seed(0)
-        draws = torch.randn(2, _TRIAL_STEPS + 1, 4, 4, generator=generator).to(parameter.device)
+        draws = torch.randn(2, _TRIAL_STEPS + 1, 4, 4, generator=generator, device="cpu").to(parameter.device)
         draws[1] *= 100.0  # what is computed of both is far from what is computed of the first
         with generators_kept(draws.device):
             known[key] = not _treats_each_alone(make, draws)
@@ -352,7 +352,10 @@ def _takes_dtensors(make: Callable[[nn.Parameter], Optimizer], like: Tensor, par
     if not isinstance(parameter, DTensor):
         return True
     mesh, generator = parameter.device_mesh, torch.Generator().manual_seed(0)
-    draws = [torch.randn(like.shape, generator=generator).to(like.device, parameter.dtype) for _ in range(_TRIAL_STEPS)]
+    draws = [
+        torch.randn(like.shape, generator=generator, device="cpu").to(like.device, parameter.dtype)
+        for _ in range(_TRIAL_STEPS)
+    ]
     start = draws[0] * 0.01  # small, so that steps change more than its last bits
 
     def trained(wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -387,8 +390,12 @@ def works_on_slices(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim
 
 def _agrees(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim: int, tolerance: float) -> bool:
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(like.shape, generator=generator).to(like) for _ in range(_TRIAL_STEPS + 1)]
-    ramp = torch.linspace(0.1, 3.0, like.shape[dim]).to(like).view([-1 if d == dim else 1 for d in range(like.dim())])
+    draws = [torch.randn(like.shape, generator=generator, device="cpu").to(like) for _ in range(_TRIAL_STEPS + 1)]
+    ramp = (
+        torch.linspace(0.1, 3.0, like.shape[dim], device="cpu")
+        .to(like)
+        .view([-1 if d == dim else 1 for d in range(like.dim())])
+    )
     draws = [draw * ramp * 2.0**number for number, draw in enumerate(draws)]  # slices and steps of other sizes
     (whole,) = _train(make, draws)
     parts = [_train(make, halves)[0] for halves in zip(*(draw.chunk(2, dim) for draw in draws), strict=True)]

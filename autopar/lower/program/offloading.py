@@ -47,7 +47,7 @@ class _Storage:
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """Room in the host's memory, pinned if it can be for `device`."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins_memory(device.type))
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins_memory(device.type), device="cpu")
 
 
 class OffloadedTensors:

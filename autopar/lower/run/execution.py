@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from autopar.lower.run.microbatch_updates import updates_per_microbatch
 from autopar.lower.run.output_layouts import OutputLayouts
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
+from autopar.ops import family_of
 from autopar.placement import REPLICATE
 from autopar.schedules import RowsSchedule, rows_schedule
 from autopar.step.plan_check import check_same_program
@@ -92,6 +94,25 @@ class Executor:
     def programs(self) -> tuple[LayerProgram, ...]:
         """The distinct lowered programs, in order of first use."""
         return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
+
+    @cached_property
+    def inputs_on_host(self) -> frozenset[str]:
+        """The inputs that all their readers read on the host."""
+        program = self.executable.program
+        readers: dict[str, list[bool]] = {name: [] for name in program.inputs}
+        for op in chain(program.tail, *(each.ops for each in (*program.layers, *program.late))):
+            for place, name in enumerate(op.operands):
+                if name in readers:
+                    readers[name].append(place in family_of(op.target).host_operands)
+        return frozenset(name for name, found in readers.items() if found and all(found))
+
+    def place_inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors of a call, those on the host copied to this rank's device if ops read them there."""
+        device = self.communicator.device
+        if all(x.device.type == device.type for x in tensors):
+            return tensors
+        named = zip(self.executable.program.inputs, tensors, strict=True)
+        return [x.to(device) if x.device.type == "cpu" and name not in self.inputs_on_host else x for name, x in named]
 
     @cached_property
     def training_actions(self) -> StepActions:

@@ -116,7 +116,7 @@ class LayerPass:
         if self._roots and all(name in self._roots and name in values.gradients for name in self._all_roots):
             self._incoming += [values.gradients.pop(name) for name in self._all_roots]
             self._roots = self._roots if keep_graph else {}
-            run_backward_from([self._source], [torch.zeros(())], keep_graph=keep_graph)
+            run_backward_from([self._source], [torch.zeros((), device="cpu")], keep_graph=keep_graph)
         else:
             roots, gradients = self._begin(values, keep_graph=keep_graph, keep_rest=keep_rest)
             run_backward_from(roots, gradients, keep_graph=keep_graph)

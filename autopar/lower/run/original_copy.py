@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.lower.compat import ModuleTables, module_tables
+from autopar.lower.parameters.saved_device import saved_on
 from autopar.lower.parameters.skeleton import named_parts
 from autopar.lower.run.generation import generation_methods
 from autopar.objects.compiled_modules import is_compiled
@@ -70,10 +71,12 @@ def _copy_tensors(
 ) -> None:
     for name, parameter in source.parameters.items():
         if parameter is not None and id(parameter) not in ids:
-            ids[id(parameter)] = nn.Parameter(value(name), requires_grad=parameter.requires_grad)
+            ids[id(parameter)] = nn.Parameter(
+                saved_on(value(name), parameter.device.type), requires_grad=parameter.requires_grad
+            )
         target.parameters[name] = None if parameter is None else ids[id(parameter)]
     for name, buffer in source.buffers.items():
         if buffer is not None and id(buffer) not in ids:
-            ids[id(buffer)] = buffer.detach().cpu()
+            ids[id(buffer)] = saved_on(buffer.detach().cpu(), buffer.device.type)
         target.buffers[name] = None if buffer is None else ids[id(buffer)]
     target.not_saved.update(source.not_saved)

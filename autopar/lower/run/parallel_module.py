@@ -283,7 +283,10 @@ class ParallelModule(StepCalls):
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
             known = self._executors.find(args, kwargs, is_training=self.training, part=part)
             # Reading is something that all ranks do, of a number of its own: it can't be done inside of another.
-            return None if known is None else (known[0], [read_input(x, but=(ShardedRows,)) for x in known[1]])
+            if known is None:
+                return None
+            executor, tensors = known
+            return executor, executor.place_inputs([read_input(x, but=(ShardedRows,)) for x in tensors])
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedInputs]:
             if problem is not None:

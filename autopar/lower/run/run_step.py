@@ -216,7 +216,7 @@ class _Ended:
 
 
 def _token(ended: _Ended, sources: Sequence[Tensor]) -> Tensor:
-    anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
+    anchor = torch.zeros((), requires_grad=True, device="cpu")  # there may be no source on this rank
     return backward_token(lambda: (None, *ended()), anchor, *sources)
 
 
@@ -267,7 +267,7 @@ def _as_outputs(
     which may be as large as logits, and the other runs the step's backward.
     """
     incoming: list[Tensor | None] = []
-    anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
+    anchor = torch.zeros((), requires_grad=True, device="cpu")  # there may be no source on this rank
     token = backward_token(lambda: (None, *backward(incoming)), anchor, *sources)
     return call_untraced(_Outputs, tuple(outputs), incoming, token)
 
@@ -291,4 +291,4 @@ class _Outputs(torch.autograd.Function):
                 "compile a function that does so, after torch._dynamo.config.trace_autograd_ops = True"
             )
         ctx.incoming[:] = gradients
-        return None, None, torch.zeros(())
+        return None, None, torch.zeros((), device="cpu")

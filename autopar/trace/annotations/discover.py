@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, product
 
 import torch
@@ -48,23 +49,24 @@ def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple
         operand_types: in the order of `Op.operands`.
         result_types: in the order of `Op.results`.
     """
-    trials = _make_trials(op, operand_types, result_types)
-    if not trials:
-        return ()
-    results: dict[tuple[Placement, ...], Option] = {}
-    for placements in islice(_candidates(trials[0]), MAX_CANDIDATES):
-        slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
-        key = slices if any(placement.is_shard for placement in placements) else placements
-        if key not in results and (option := _try(trials, placements, operand_types, result_types)):
-            results[key] = option
-    if not results:
-        return ()
-    return (*whole_options(len(operand_types), len(result_types)), *results.values())
+    for trials in _make_trials(op, operand_types, result_types):
+        results: dict[tuple[Placement, ...], Option] = {}
+        for placements in islice(_candidates(trials[0]), MAX_CANDIDATES):
+            slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
+            key = slices if any(placement.is_shard for placement in placements) else placements
+            if key not in results and (option := _try(trials, placements, operand_types, result_types)):
+                results[key] = option
+        if results:
+            return (*whole_options(len(operand_types), len(result_types)), *results.values())
+    return ()
 
 
 def has_linear_backward(op: Op, operand_types: Types, result_types: Types) -> bool:
     """Whether the gradients of a sum of gradients are seen to be the sum of their gradients."""
-    trials = _make_trials(op, operand_types, result_types)
+    return any(_is_linear(trials) for trials in _make_trials(op, operand_types, result_types))
+
+
+def _is_linear(trials: Sequence[_WholeRun]) -> bool:
     for trial in trials:
         for scale in (1e-6, 1.0, 1e6):
             parts = [tuple(scale * factor * seed for seed in trial.seeds) for factor in (1.0, -0.75, 0.25)]
@@ -74,7 +76,7 @@ def has_linear_backward(op: Op, operand_types: Types, result_types: Types) -> bo
             one, other, both = (run or () for run in runs)
             if not all(_is_close(a + b, c, 10 * trial.tolerance) for a, b, c in zip(one, other, both, strict=True)):
                 return False
-    return bool(trials)
+    return True
 
 
 # ---------------------------------------------------------------- whole runs
@@ -93,8 +95,12 @@ class _WholeRun:
     tolerance: float
 
 
-def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_WholeRun]:
-    """Two trials, in float64 if the op supports it, or none."""
+def _make_trials(op: Op, operand_types: Types, result_types: Types) -> Iterator[list[_WholeRun]]:
+    """Two trials, in float64 if the op supports it; or nothing.
+
+    Ops that don't run on the host, as those of other packages with kernels for GPUs alone, run on this process's
+    device.  Such a kernel may take float64 and compute in less, so two trials in float32 follow.
+    """
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
     if size > MAX_ELEMENTS:
@@ -102,13 +108,39 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Who
         size = sum(kind.num_elements for kind in operand_types + result_types)
     is_complex = any(kind.dtype.startswith("complex") for kind in operand_types + result_types)
     if size > MAX_ELEMENTS or not operand_types or is_complex:
-        return []
-    for wide, positive in product((True, False), (False, True)):  # roots and logarithms want positive numbers
-        one = _make_trial(op, operand_types, result_types, 0, wide, positive)
-        other = _make_trial(op, operand_types, result_types, 1, wide, positive) if one else None
+        return
+    make = partial(_make_pair, op, operand_types, result_types)
+    host = torch.device("cpu")
+    on_host = make(torch.float64, host) or make(None, host)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if on_host:
+        yield on_host
+    elif accelerator is not None:
+        pairs = (make(torch.float64, accelerator), make(torch.float32, accelerator))
+        yield from filter(None, pairs if any(pairs) else [make(None, accelerator)])
+
+
+def _make_pair(
+    op: Op, operand_types: Types, result_types: Types, dtype: torch.dtype | None, device: torch.device
+) -> list[_WholeRun]:
+    """Two trials with floats of this dtype, or of their own, or none."""
+    for positive in (False, True):  # roots and logarithms want positive numbers
+        make = partial(_make_trial, op, operand_types, result_types)
+        one = make(_Draws(0, dtype, positive, device))
+        other = make(_Draws(1, dtype, positive, device)) if one else None
         if one and other:
             return [one, other]
     return []
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """How operands are made up: with floats of a `dtype`, or of their own; the second of two has large gradients."""
+
+    seed: int
+    dtype: torch.dtype | None
+    positive: bool
+    device: torch.device
 
 
 def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Types, Types]:
@@ -128,10 +160,8 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
     return op.map_args(swap), shrunk(operand_types), shrunk(result_types)
 
 
-def _make_trial(
-    op: Op, operand_types: Types, result_types: Types, seed: int, wide: bool, positive: bool
-) -> _WholeRun | None:
-    generator = torch.Generator().manual_seed(seed)
+def _make_trial(op: Op, operand_types: Types, result_types: Types, draws: _Draws) -> _WholeRun | None:
+    generator = torch.Generator().manual_seed(draws.seed)
     names = op.operands
 
     def call(operands: Sequence[Tensor]) -> list[Tensor]:
@@ -139,7 +169,7 @@ def _make_trial(
         return [part for part in returned if isinstance(part, Tensor)]
 
     try:
-        operands = tuple(_draw(kind, generator, wide, positive) for kind in operand_types)
+        operands = tuple(_draw(kind, generator, draws) for kind in operand_types)
         results = call(_leaves(operands, requires_grad=False))
         again = call(_leaves(operands, requires_grad=False))
     except Exception:  # noqa: BLE001  (a foreign op may raise anything; it then runs whole)
@@ -152,7 +182,10 @@ def _make_trial(
     if not all(_is_close(a, b, tolerance) for a, b in zip(results, again, strict=True)):
         return None  # it draws random numbers
     # Backward may do other things with large gradients, such as clip them.
-    seeds = tuple(_draw_seed(part, generator, scale=1e6 if seed and wide else 1.0) for part in results)
+    seeds = tuple(
+        _draw_seed(part, generator, scale=1e6 if draws.seed and draws.dtype == torch.float64 else 1.0)
+        for part in results
+    )
     gradients = _backward(call, operands, seeds)
     if not all(map(_is_telling, gradients or ())):
         return None
@@ -160,21 +193,20 @@ def _make_trial(
     return _WholeRun(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
 
 
-def _draw(kind: TensorType, generator: torch.Generator, wide: bool, positive: bool) -> Tensor:
+def _draw(kind: TensorType, generator: torch.Generator, draws: _Draws) -> Tensor:
     """Normal numbers, or their absolute values; integers are 0 or 1: most ops take them for an index, class or flag."""
     dtype: torch.dtype = getattr(torch, kind.dtype)
     if kind.is_floating:
         drawn = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
-        drawn = drawn.abs() if positive else drawn
-        return drawn if wide else drawn.to(dtype)
-    return torch.randint(0, 2, kind.shape, generator=generator).to(dtype)
+        return (drawn.abs() if draws.positive else drawn).to(draws.device, draws.dtype or dtype)
+    return torch.randint(0, 2, kind.shape, generator=generator).to(draws.device, dtype)
 
 
 def _draw_seed(result: Tensor, generator: torch.Generator, scale: float) -> Tensor:
     """A gradient for `result`; integers have none and stand for themselves."""
     if not result.is_floating_point():
         return result
-    return (scale * torch.randn(result.shape, generator=generator, dtype=torch.float64)).to(result.dtype)
+    return (scale * torch.randn(result.shape, generator=generator, dtype=torch.float64)).to(result)
 
 
 def _tolerance(part: Tensor) -> float:
@@ -327,7 +359,7 @@ def _split(whole: Tensor, placement: Placement, num_slices: int) -> list[Tensor]
         return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
     if placement == PARTIAL and whole.is_floating_point():
         generator = torch.Generator().manual_seed(num_slices)
-        terms = [torch.randn(whole.shape, generator=generator).to(whole.dtype) for _ in range(num_slices - 1)]
+        terms = [torch.randn(whole.shape, generator=generator).to(whole) for _ in range(num_slices - 1)]
         return [*terms, whole - sum(terms)]
     return [whole] * num_slices
 

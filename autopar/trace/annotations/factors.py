@@ -13,7 +13,7 @@ from autopar.trace.annotations.discover import discover_options, has_linear_back
 from autopar.trace.annotations.saves import SavesMeter
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph
-from autopar.trace.torch_functions.custom_functions import NAMESPACE
+from autopar.trace.torch_functions.custom_functions import is_custom_function
 
 __all__ = ["attach_factors"]
 
@@ -61,7 +61,7 @@ def attach_factors(graph: Graph) -> Graph:
 
 
 def _notes(target: str, where: str, source: str) -> Iterator[str]:
-    if target.startswith(NAMESPACE):
+    if is_custom_function(target):
         how = "splits as running it on slices showed" if source == "discovered" else "runs whole on every device"
         yield f"{target} (at {where}) is a custom autograd.Function: it is one op with its own backward, and {how}"
     elif source == "whole":
@@ -85,7 +85,7 @@ def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, 
         return result, "rule"
     discovered = discover_options(op, operands, results)
     options = discovered or whole_options(len(operands), len(results))
-    if op.target.startswith(NAMESPACE) and not has_linear_backward(op, operands, results):
+    if is_custom_function(op.target) and not has_linear_backward(op, operands, results):
         # Terms of a gradient must be added up before such a backward: it runs whole as R only.
         whole = replace(options[0], factor="~")
         options = tuple(whole if option.factor == "~" else option for option in options)

@@ -97,7 +97,9 @@ def fake_mode(*, repeats: bool = True) -> FakeTensorMode:
 
     If no call `repeats`, torch need not keep what each of them gives, which takes about half as long as the call.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+    # A kernel that is given one of them says so, where it would write to address 0.
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     mode.cache_enabled = mode.cache_enabled and repeats
     return mode
 

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
+from autopar.ops import LAUNCHING_NAMESPACE
 from autopar.trace.compat import torch_internals
+from autopar.trace.compat.foreign_kernels import forgetting_values, in_own_memory, launches_left_out
 
-__all__ = ["NAMESPACE", "call_as_op"]
+__all__ = ["call_as_op", "is_custom_function"]
 
 NAMESPACE = "autopar_function"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LAUNCHING: Any = torch.library.Library(LAUNCHING_NAMESPACE, "FRAGMENT")
 _PLAIN = (
     bool, int, float, complex, str, bytes, slice, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type(None),
@@ -39,6 +42,11 @@ class _Hole:
         return "Tensor"
 
 
+def is_custom_function(target: str) -> bool:
+    """Whether an op is a custom function."""
+    return target.startswith((f"{NAMESPACE}.", f"{LAUNCHING_NAMESPACE}."))
+
+
 @dataclass
 class _FunctionOp:
     """What the calls of one op have in common.
@@ -50,6 +58,8 @@ class _FunctionOp:
         structure: of the arguments.
         returned: what the function returns, flat, with holes for tensors.
         returned_structure: of that.
+        namespace: of the op.
+        library: where it is registered.
     """
 
     name: str
@@ -58,22 +68,23 @@ class _FunctionOp:
     structure: Any
     returned: tuple[Any, ...] = ()
     returned_structure: Any = None
+    namespace: str = NAMESPACE
+    library: Any = _LIBRARY
 
     def register(self, tensors: Sequence[Tensor]) -> None:
         """Make the op; a run on fake tensors like `tensors` shows what it returns."""
-        with torch_internals.untraced() as mode:
-            self._run_alone(*(torch_internals.fake_tensor(mode, x) for x in tensors))
+        self._run_fake(*tensors)
         args = ", ".join(f"Tensor x{index}" for index in range(len(tensors)))
         results = ["Tensor"] * self.returned.count(_HOLE)
-        _LIBRARY.define(f"{self.name}({args}) -> ({', '.join(results)})")
-        _LIBRARY.impl(self.name, self._run_with_gradient, "Autograd")
-        _LIBRARY.impl(self.name, self._run_alone, "CompositeExplicitAutograd")
+        self.library.define(f"{self.name}({args}) -> ({', '.join(results)})")
+        self.library.impl(self.name, self._run_with_gradient, "Autograd")
+        self.library.impl(self.name, self._run_alone, "CompositeExplicitAutograd")
         library: Any = torch.library
-        library.register_fake(f"{NAMESPACE}::{self.name}", self._run_alone, lib=_LIBRARY)
+        library.register_fake(f"{self.namespace}::{self.name}", self._run_fake, lib=self.library)
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
         """The op's results."""
-        return getattr(getattr(torch.ops, NAMESPACE), self.name)(*tensors)
+        return getattr(getattr(torch.ops, self.namespace), self.name)(*tensors)
 
     def _run_with_gradient(self, *tensors: Tensor) -> Results:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -85,10 +96,27 @@ class _FunctionOp:
         with torch.no_grad():
             return self._apply(tensors)
 
+    def _run_fake(self, *tensors: Tensor) -> Results:
+        """Results without values, of the shapes that the function gives for tensors like these."""
+        with torch_internals.untraced() as mode, launches_left_out() as left_out:
+            made = self._run_alone(*(torch_internals.fake_tensor(mode, x) for x in tensors))
+        if left_out:
+            self.library, self.namespace = _LAUNCHING, LAUNCHING_NAMESPACE
+        results = (made,) if isinstance(made, Tensor) else made
+        if any(isinstance(size, torch_internals.SYMBOLIC) for x in results for size in x.shape):
+            raise TraceError(
+                f"{self.function.__qualname__}, a custom torch.autograd.Function, gives a tensor whose shape depends "
+                "on values: give it one of a size that is known, such as the largest"
+            )
+        device = tensors[0].device if tensors else None
+        likes = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in results)
+        return likes[0] if isinstance(made, Tensor) else likes
+
     def _apply(self, tensors: Sequence[Tensor]) -> Results:
         versions = [x._version for x in tensors]
         args = torch_internals.unflatten(_filled(self.leaves, tensors), self.structure)
-        leaves, structure = torch_internals.flatten(_APPLY.__get__(None, self.function)(*args))
+        with forgetting_values(tensors):
+            leaves, structure = torch_internals.flatten(_APPLY.__get__(None, self.function)(*args))
         if versions != [x._version for x in tensors]:
             raise TraceError(
                 f"{self.function.__qualname__}, a custom torch.autograd.Function, writes to its argument in place: "
@@ -96,10 +124,7 @@ class _FunctionOp:
             )
         self.returned = tuple(_HOLE if isinstance(x, Tensor) else x for x in leaves)
         self.returned_structure = structure
-        memory = {torch_internals.storage_key(x) for x in tensors}
-        own = (x for x in leaves if isinstance(x, Tensor))
-        # A functional op returns no views of its operands.
-        results = tuple(x.clone() if torch_internals.storage_key(x) in memory else x for x in own)
+        results = tuple(in_own_memory((x for x in leaves if isinstance(x, Tensor)), tensors))
         return results[0] if len(results) == 1 else results
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import rnn
 
 from autopar.errors import TraceError
 from autopar.trace.compat import torch_internals
+from autopar.trace.compat.foreign_kernels import in_own_memory
 from autopar.trace.compat.source_lines import user_line
 
 __all__ = ["traced_packed_sequences"]
@@ -280,11 +281,14 @@ class _Recurrence:
 
 def _define(kind: str) -> None:
     def run(x: Tensor, lengths: Tensor, states: list[Tensor], weights: list[Tensor], *flags: Any) -> Any:
-        return _Recurrence(kind, *flags).run(x, lengths, states, weights)
+        operands = (x, lengths, *states, *weights)
+        return tuple(in_own_memory(_Recurrence(kind, *flags).run(x, lengths, states, weights), operands))
 
     def run_backward(gradients: list[Tensor], x: Tensor, lengths: Tensor, *rest: Any) -> list[Tensor]:
         states, weights, *flags = rest
-        return _Recurrence(kind, *flags).run_backward(gradients, x, lengths, states, weights)
+        made = _Recurrence(kind, *flags).run_backward(gradients, x, lengths, states, weights)
+        # cuDNN's gradients of weights are views of one buffer.
+        return in_own_memory(made, (*gradients, x, lengths, *states, *weights))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, lengths, states, weights, *ctx.flags = inputs
