@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.errors import TraceError
+from autopar.ops import family_of
 from autopar.placement import BROADCAST, REPLICATE
 from autopar.program import Op, Program
 from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.trace import trace
+from autopar.trace.annotations.discover import _aligned_candidates, _WholeRun
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, forced_plan, trained_alone
 
@@ -188,3 +192,87 @@ class Kernel(torch.autograd.Function):
 def test_what_an_op_can_not_carry_is_refused(call: Any, told: str) -> None:
     with pytest.raises(TraceError, match=told):
         trace(Network(call), (), {"x": torch.randn(4, 4, 8)})
+
+
+class Launcher:
+    """Launches as Triton does: ``kernel[grid](...)``, with what is at the tensors' addresses."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(x: Tensor, y: Tensor) -> None:
+            assert x.data_ptr()
+            assert y.data_ptr()
+            y.copy_(x.exp() - 1)
+
+        return launch
+
+
+class Launched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: str) -> Tensor:
+        y = torch.empty_like(x)
+        assert bool((x < 100).all())  # no condition on values decides about shapes
+        KERNELS[kernel][(x.shape[0],)](x, y)
+        ctx.scale = float(x.numel() / max(1, (x > -100).sum().item()))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (ctx.saved_tensors[0] + 1) * ctx.scale, None
+
+
+class WithLaunches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        function: Any = Launched
+        return self.b(function.apply(self.a(x), "exp")).square().mean()
+
+
+KERNELS = {"exp": Launcher()}
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of Triton, which needs a GPU."""
+    jit = SimpleNamespace(KernelInterface=Launcher)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(runtime=SimpleNamespace(jit=jit)))
+
+
+@pytest.mark.usefixtures("triton")
+def test_kernels_are_launched_with_values_only() -> None:
+    torch.manual_seed(0)
+    who = trained_alone(WithLaunches().double(), {"x": torch.randn(4, 6).double()})
+    (op,) = (op for layer in who.traced.program.layers for op in layer.ops if "Launched" in op.target)
+    assert op.target.startswith("autopar_launching.")
+    assert family_of(op.target).runs_apart
+    assert not any("is dropped" in note for note in who.traced.program.notes)
+    for constraint in ("data=2", "tensor=2"):
+        assert_parity(who, forced_plan(who.traced.program, 2, constraint))
+
+
+@pytest.mark.usefixtures("triton")
+def test_what_depends_on_values_is_refused() -> None:
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.new_ones((x > 0).sum().item(), 2)
+
+    with pytest.raises(
+        TraceError, match=r"Kept, a custom torch\.autograd\.Function, gives a tensor whose shape depends"
+    ):
+        trace(Network(lambda _, x: Kept.apply(x)), (torch.randn(4, 4, 8),), {})
+
+
+def test_slices_of_what_launches_kernels_fit_together() -> None:
+    def candidates(*shapes: tuple[int, ...], labels: int = 0) -> list[str]:
+        operands = [torch.zeros(shape) for shape in shapes]
+        operands += [torch.zeros(labels, dtype=torch.int64)] if labels else []
+        found = _aligned_candidates(_WholeRun(list, tuple(operands), (), (), (), True, 0.0))
+        return [" ".join(map(str, way)) for way in found]
+
+    assert candidates((8, 16, 64), (64,)) == ["S(0) B", "S(1) B"]
+    assert candidates((64, 16), (64,), labels=64) == ["S(0) B S(0)", "S(1) B B"]
+    assert candidates((8, 4), (8, 4)) == ["S(0) S(0)", "S(1) S(1)"] * 2

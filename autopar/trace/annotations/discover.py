@@ -12,7 +12,8 @@ can't be made up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
@@ -20,6 +21,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
+from autopar.ops import LAUNCHING_NAMESPACE
 from autopar.ops.derivation import whole_options
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.program import Arg, Op, Option, TensorType
@@ -49,21 +51,24 @@ def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple
         operand_types: in the order of `Op.operands`.
         result_types: in the order of `Op.results`.
     """
-    for trials in _make_trials(op, operand_types, result_types):
-        results: dict[tuple[Placement, ...], Option] = {}
-        for placements in islice(_candidates(trials[0]), MAX_CANDIDATES):
-            slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
-            key = slices if any(placement.is_shard for placement in placements) else placements
-            if key not in results and (option := _try(trials, placements, operand_types, result_types)):
-                results[key] = option
-        if results:
-            return (*whole_options(len(operand_types), len(result_types)), *results.values())
+    candidates = _aligned_candidates if _launches(op) else _candidates
+    with _memory_apart(op):
+        for trials in _make_trials(op, operand_types, result_types):
+            results: dict[tuple[Placement, ...], Option] = {}
+            for placements in islice(candidates(trials[0]), MAX_CANDIDATES):
+                slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
+                key = slices if any(placement.is_shard for placement in placements) else placements
+                if key not in results and (option := _try(trials, placements, operand_types, result_types)):
+                    results[key] = option
+            if results:
+                return (*whole_options(len(operand_types), len(result_types)), *results.values())
     return ()
 
 
 def has_linear_backward(op: Op, operand_types: Types, result_types: Types) -> bool:
     """Whether the gradients of a sum of gradients are seen to be the sum of their gradients."""
-    return any(_is_linear(trials) for trials in _make_trials(op, operand_types, result_types))
+    with _memory_apart(op):
+        return any(_is_linear(trials) for trials in _make_trials(op, operand_types, result_types))
 
 
 def _is_linear(trials: Sequence[_WholeRun]) -> bool:
@@ -98,8 +103,8 @@ class _WholeRun:
 def _make_trials(op: Op, operand_types: Types, result_types: Types) -> Iterator[list[_WholeRun]]:
     """Two trials, in float64 if the op supports it; or nothing.
 
-    Ops that don't run on the host, as those of other packages with kernels for GPUs alone, run on this process's
-    device.  Such a kernel may take float64 and compute in less, so two trials in float32 follow.
+    What launches kernels by itself runs on this process's GPU, if there is one.  Such a kernel may take float64 and
+    compute in less, so two trials in float32 follow.
     """
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
@@ -110,14 +115,26 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types) -> Iterator[
     if size > MAX_ELEMENTS or not operand_types or is_complex:
         return
     make = partial(_make_pair, op, operand_types, result_types)
-    host = torch.device("cpu")
-    on_host = make(torch.float64, host) or make(None, host)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if on_host:
-        yield on_host
-    elif accelerator is not None:
-        pairs = (make(torch.float64, accelerator), make(torch.float32, accelerator))
-        yield from filter(None, pairs if any(pairs) else [make(None, accelerator)])
+    if not _launches(op):
+        pairs = (pair for dtype in (torch.float64, None) if (pair := make(dtype, torch.device("cpu"))))
+        yield from islice(pairs, 1)
+    elif torch.cuda.is_available():
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        yield from filter(None, (make(torch.float64, gpu), make(torch.float32, gpu)))
+
+
+def _launches(op: Op) -> bool:
+    return op.target.startswith(f"{LAUNCHING_NAMESPACE}.")
+
+
+@contextmanager
+def _memory_apart(op: Op) -> Generator[None]:
+    """Inside, what `op` makes on a GPU is next to nothing else: a kernel checks no bounds."""
+    if not _launches(op) or not torch.cuda.is_available():
+        yield
+        return
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _make_pair(
@@ -250,6 +267,23 @@ def _candidates(trial: _WholeRun) -> Iterator[tuple[Placement, ...]]:
         yield from sorted(ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way)))
     terms = [(PARTIAL, BROADCAST) if part.is_floating_point() else (BROADCAST,) for part in trial.operands]
     yield from (way for way in product(*terms) if PARTIAL in way)
+
+
+def _aligned_candidates(trial: _WholeRun) -> Iterator[tuple[Placement, ...]]:
+    """Slices that fit together whatever an op computes, as a kernel may read beyond others: of the first dims, which
+    count rows and tokens, in all operands that have these and are no vectors of weights; of any dim of operands that
+    all have one shape.
+    """
+    first = trial.operands[0].shape
+    for dim in range(min(2, len(first))):
+        yield tuple(
+            shard(dim)
+            if part.shape[: dim + 1] == first[: dim + 1] and (part.dim() > 1 or not part.is_floating_point())
+            else BROADCAST
+            for part in trial.operands
+        )
+    if all(part.shape == first for part in trial.operands):
+        yield from ((shard(dim),) * len(trial.operands) for dim in range(len(first)))
 
 
 def _choices(part: Tensor, size: int) -> list[Placement]:
