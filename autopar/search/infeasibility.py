@@ -18,6 +18,7 @@ from autopar.step.simulation.step_memory import peak_bytes, step_memory
 __all__ = ["describe_infeasible"]
 
 _GIB = 2.0**30
+_WALKED = 4  # of the smallest paths of each number of microbatches: up to 0.1 s each, and most need the same memory
 
 
 def describe_infeasible(
@@ -68,7 +69,7 @@ def _smallest(searched: Iterable[SingleStagePaths], error: float) -> tuple[float
     best: tuple[float, dict[str, float], Decisions] | None = None
     for paths in searched:
         context = paths.candidates.context
-        for path in paths.front:
+        for path in paths.front[:_WALKED]:
             if best is not None and error * paths.pool.peak_bytes[path] >= best[0]:
                 break
             decisions = paths.decisions(path)

@@ -11,7 +11,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search import SearchRequest, TrainingSpec, infeasibility, search
 from autopar.search.microbatches.time_assignment import TimeAssignment, time_assignment
 from autopar.search.search_context import SearchContext
 from autopar.search.settings.constraints import demands_on, parse_constraints
@@ -94,6 +94,15 @@ def test_a_plan_survives_its_text() -> None:
 def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits into .* the smallest needs .*parameters .* optimizer"):
         run(small_model(), memory=1000.0)
+
+
+def test_few_paths_are_walked_to_name_the_smallest_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[int] = []
+    walk = infeasibility.step_memory
+    monkeypatch.setattr(infeasibility, "step_memory", lambda *given: walked.append(1) or walk(*given))
+    with pytest.raises(InfeasibleError, match="the smallest needs"):
+        run.__wrapped__(small_model(), "microbatches=2", "zero=0", memory=1000.0)
+    assert 0 < len(walked) <= 4
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.search import SearchRequest, plan_search, search
 from autopar.search.chain import candidate_sets
 from autopar.search.chain.single_stage import SingleStageSearch
 from autopar.search.layer import layer_pricing
+from autopar.search.pipeline import pipeline_search
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import pipeline_demands
 from autopar.search.pipeline.pipeline_numbers import PipelineNumbers
@@ -249,6 +251,30 @@ def test_numbers_that_are_slow_with_logits_in_pieces_are_no_reason_to_try_no_oth
 
     pipelines._walk_to_best({2: [8], 4: [8, 16], 8: [16]}, attempt)
     assert tried == expected
+
+
+@pytest.mark.parametrize(("found_s", "is_refined"), [(6.0, False), (5.05, True), (4.0, True), (None, True)])
+def test_pipelines_that_are_no_match_are_not_refined(
+    monkeypatch: pytest.MonkeyPatch, found_s: float | None, is_refined: bool
+) -> None:
+    nothing = parse_constraints((), 8)
+    request = SearchRequest(schedules=schedule_actions)
+    context = SearchContext(program(), 8, prices(), request, nothing, demands_on(program(), nothing))
+    demands = pipeline_demands(nothing, program(), 8, is_training=True)
+    refined: list[PipelineResults] = []
+
+    def attempt(_: PipelineSearch, results: PipelineResults, groups: int, count: int) -> float:
+        shape = SimpleNamespace(num_groups=groups, num_microbatches=count)
+        found: Any = SimpleNamespace(
+            step_s=found_s, peak_bytes=1.0, has_host_room=True, shape=shape, inner_sizes=frozenset[int]()
+        )
+        results.candidates += [] if found_s is None else [found]
+        return math.inf if found_s is None else found_s
+
+    monkeypatch.setattr(PipelineSearch, "_try", attempt)
+    monkeypatch.setattr(pipeline_search, "refine", lambda results, **_: refined.append(results))
+    results = PipelineSearch(context, schedule_actions, demands, math.inf).run(enough_s=5.0)
+    assert refined == ([results] if is_refined else [])
 
 
 @pytest.mark.parametrize(

@@ -161,4 +161,11 @@ def test_what_is_clearly_slower_is_not_tried_in_other_orders(monkeypatch: pytest
 def test_numbers_of_microbatches_are_left_out_that_gain_less_than_layers_lose(
     count: int, tried: dict[int, float], idle: float, is_behind: bool
 ) -> None:
-    assert _lies_behind(count, tried, dict.fromkeys(tried, idle)) == is_behind
+    assert _lies_behind(count, tried, lambda _: idle) == is_behind
+
+
+@pytest.mark.parametrize("tried", [{2: 1.02, 4: 1.03}, {2: 1.02, 4: float("inf")}, {2: 1.02, 4: 1e9}])
+def test_schedules_are_not_listed_for_numbers_of_which_seconds_say_enough(tried: dict[int, float]) -> None:
+    asked: list[int] = []
+    _lies_behind(8, tried, lambda count: asked.append(count) or 0.1)
+    assert not asked
