@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.backend.entry import compile_graph
 from autopar.cost.measure.timing import elapsed_s
 from autopar.errors import MeshError
 from autopar.lower.communication import torch_groups
@@ -92,12 +93,14 @@ class Named(nn.Module):
         return (self.scaled(self.layer(x)) + places + torch.tensor([1.0], device="standin")).square().mean()
 
 
-def name_the_device() -> tuple[float, float]:
-    """The loss on one device, and of ranks."""
+def name_the_device() -> tuple[float, float, float]:
+    """The loss on one device, and of ranks, also by ``torch.compile``, whose graphs name the device of inputs."""
     torch.manual_seed(0)
     single, x = Named().to(DEVICE), torch.randn(4, 4).to(DEVICE)
     model = autopar.parallelize(single, init_device_mesh("standin", (2,)), (x,), profile=False, constraints=["data=2"])
-    return single(x).item(), model(x).item()
+    options = {"mesh": init_device_mesh("standin", (2,)), "profile": False, "constraints": ["data=2"]}
+    compiled = torch.compile(single, backend=compile_graph, options=options)
+    return single(x).item(), model(x).item(), compiled(x).item()
 
 
 def on_stand_in(cases: list[list[str]]) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def test_a_device_from_outside_torch_trains_as_one_device(caplog: pytest.LogCapt
         assert found["seconds"] > 0
         on_device, on_host = found["batches"]
         assert on_device == on_host
-        assert found["named"][0] == pytest.approx(found["named"][1])
+        assert found["named"][1:] == pytest.approx([found["named"][0]] * 2)
 
 
 def test_unlike_nodes_are_refused_by_name() -> None:
