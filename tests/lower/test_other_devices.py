@@ -90,7 +90,7 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(4, device=DEVICE) + torch.ones(4).to(DEVICE) + x.new_zeros(4, device=DEVICE)
-        return (self.scaled(self.layer(x)) + places + torch.tensor([1.0], device="standin")).square().mean()
+        return (self.scaled(self.layer(x)) + places + torch.full((1,), 1.0, device="standin")).square().mean()
 
 
 def name_the_device() -> tuple[float, float, float]:
