@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -20,6 +21,8 @@ from autopar.trace.calls.structure import holds_tensors
 __all__ = ["FunctionCaches"]
 
 _Cached = type(functools.lru_cache(len))
+_KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # in what has been looked through
+_LOOKED_THROUGH: dict[str, tuple[int, int]] = {}  # name of a module -> which namespace it had, and of how many names
 
 
 class FunctionCaches:
@@ -29,9 +32,8 @@ class FunctionCaches:
     """
 
     def __init__(self) -> None:
-        names = [vars(module) for module in [*sys.modules.values()] if type(getattr(module, "__dict__", None)) is dict]
-        found: dict[int, Any] = {id(each): each for each in _cached_among(names)}
-        self._functions = [*found.values()]
+        _KNOWN.update(_cached_among(_new_names()))
+        self._functions = [*_KNOWN]
 
     @contextmanager
     def left_without_tensors(self) -> Generator[None]:
@@ -43,6 +45,19 @@ class FunctionCaches:
             for function, misses in zip(self._functions, before, strict=True):
                 if function.cache_info().misses != misses and any(map(holds_tensors, _kept(function))):
                     function.cache_clear()
+
+
+def _new_names() -> Iterator[Mapping[str, Any]]:
+    """Of modules that have come, or got names, since the last time, which takes a tenth of a second for all; and of
+    the script, which may define a function anew.
+    """
+    for name, module in [*sys.modules.items()]:
+        if type(getattr(module, "__dict__", None)) is not dict:  # a module of another kind may do something when asked
+            continue
+        names: Mapping[str, Any] = vars(module)
+        if name == "__main__" or _LOOKED_THROUGH.get(name) != (id(names), len(names)):
+            _LOOKED_THROUGH[name] = id(names), len(names)
+            yield names
 
 
 def _cached_among(names: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
