@@ -253,6 +253,28 @@ def test_kernels_are_launched_with_values_only() -> None:
         assert_parity(who, forced_plan(who.traced.program, 2, constraint))
 
 
+class Shrunk(torch.autograd.Function):
+    """All rows are smaller where one is very large, which no random numbers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.scale = 0.5 if (x.abs() > 100).any() else 1.0
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.scale
+
+
+def test_conditions_are_asked_of_all_rows() -> None:
+    x = torch.randn(4, 4, 8).double()
+    x[0] *= 1e4
+    who = trained_alone(Network(lambda _, x: Shrunk.apply(x)).double(), {"x": x})
+    (op,) = (op for layer in who.traced.program.layers for op in layer.ops if "Shrunk" in op.target)
+    assert {option.factor for option in op.options} <= {"-", "~", "+"}
+    assert_parity(who, forced_plan(who.traced.program, 2, "data=2"))
+
+
 @pytest.mark.usefixtures("triton")
 def test_what_depends_on_values_is_refused() -> None:
     class Kept(torch.autograd.Function):

@@ -13,7 +13,7 @@ from autopar.trace.annotations.discover import discover_options, has_linear_back
 from autopar.trace.annotations.saves import SavesMeter
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph
-from autopar.trace.torch_functions.custom_functions import is_custom_function
+from autopar.trace.torch_functions.custom_functions import decides_on_values, is_custom_function
 
 __all__ = ["attach_factors"]
 
@@ -83,7 +83,7 @@ def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, 
     result = options_for(op, operands, results)
     if result is not None:
         return result, "rule"
-    discovered = discover_options(op, operands, results)
+    discovered = () if decides_on_values(op.target) else discover_options(op, operands, results)
     options = discovered or whole_options(len(operands), len(results))
     if is_custom_function(op.target) and not has_linear_backward(op, operands, results):
         # Terms of a gradient must be added up before such a backward: it runs whole as R only.

@@ -54,27 +54,34 @@ def launches_left_out() -> Generator[list[Any]]:
 class _Decisions(torch_internals.DispatchMode):
     """Conditions on values hold, which tensors without memory can't tell: what a function checks is right, mostly."""
 
+    were_asked = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.were_asked = True
             return True
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def forgetting_values(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Inside, a function of these tensors runs although they may have no values, if its shapes don't depend on them."""
+def forgetting_values(tensors: Iterable[Tensor]) -> Generator[_Decisions]:
+    """Inside, a function of these tensors runs although they may have no values, if its shapes don't depend on them.
+
+    What is given says whether it asked for a condition on values.
+    """
     mode = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), None)
+    decisions = _Decisions()
     if mode is None:
-        yield
+        yield decisions
         return
     assert mode.shape_env is not None
     with (
         mode.shape_env.ignore_fresh_unbacked_symbols(),
-        _Decisions(),
+        decisions,
         # Tracing notes what a model reads, not what its functions do.
         patch.object(Tensor, "item", torch._C.TensorBase.item),  # pyright: ignore[reportPrivateUsage]
     ):
-        yield
+        yield decisions
 
 
 def in_own_memory(results: Iterable[Tensor], operands: Iterable[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from autopar.ops import LAUNCHING_NAMESPACE
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.foreign_kernels import forgetting_values, in_own_memory, launches_left_out
 
-__all__ = ["call_as_op", "is_custom_function"]
+__all__ = ["call_as_op", "decides_on_values", "is_custom_function"]
 
 NAMESPACE = "autopar_function"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -47,6 +47,11 @@ def is_custom_function(target: str) -> bool:
     return target.startswith((f"{NAMESPACE}.", f"{LAUNCHING_NAMESPACE}."))
 
 
+def decides_on_values(target: str) -> bool:
+    """Whether an op is a custom function whose forward has conditions on values: those of a slice may be others."""
+    return is_custom_function(target) and _CALLS[target.split(".")[1]].decides
+
+
 @dataclass
 class _FunctionOp:
     """What the calls of one op have in common.
@@ -60,6 +65,7 @@ class _FunctionOp:
         returned_structure: of that.
         namespace: of the op.
         library: where it is registered.
+        decides: its forward branches on values, which random numbers, and those of a slice, may not show.
     """
 
     name: str
@@ -70,6 +76,7 @@ class _FunctionOp:
     returned_structure: Any = None
     namespace: str = NAMESPACE
     library: Any = _LIBRARY
+    decides: bool = False
 
     def register(self, tensors: Sequence[Tensor]) -> None:
         """Make the op; a run on fake tensors like `tensors` shows what it returns."""
@@ -115,8 +122,9 @@ class _FunctionOp:
     def _apply(self, tensors: Sequence[Tensor]) -> Results:
         versions = [x._version for x in tensors]
         args = torch_internals.unflatten(_filled(self.leaves, tensors), self.structure)
-        with forgetting_values(tensors):
+        with forgetting_values(tensors) as decisions:
             leaves, structure = torch_internals.flatten(_APPLY.__get__(None, self.function)(*args))
+        self.decides = self.decides or decisions.were_asked
         if versions != [x._version for x in tensors]:
             raise TraceError(
                 f"{self.function.__qualname__}, a custom torch.autograd.Function, writes to its argument in place: "
