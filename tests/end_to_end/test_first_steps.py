@@ -24,6 +24,8 @@ from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.models import make_plain_gpt
 
+GIB = 2**30
+
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[Traced, Plan]:
@@ -55,9 +57,10 @@ def test_the_second_and_third_step_are_compared(planned: tuple[Traced, Plan], ca
 
 
 def test_above_the_error_bar_it_says_what_to_do() -> None:
-    fine = StepComparison(1.0, 1.5, 0.0, 100.0, 104.0, 0.05)
-    large = StepComparison(1.0, 1.5, 0.0, 100.0, 106.0, 0.05)
-    assert [fine.is_large, large.is_large] == [False, True]
+    fine = StepComparison(1.0, 1.5, 0.0, 100.0 * GIB, 105.1 * GIB, 0.05)  # libraries keep a tenth of a GiB
+    large = StepComparison(1.0, 1.5, 0.0, 100.0 * GIB, 105.2 * GIB, 0.05)
+    small = StepComparison(1.0, 1.5, 0.0, 0.015 * GIB, 0.093 * GIB, 0.05)
+    assert [fine.is_large, large.is_large, small.is_large] == [False, True, False]
     assert "memory=" in str(large)
     assert "\n" not in str(fine)
 
