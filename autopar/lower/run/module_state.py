@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
@@ -31,23 +30,17 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.original_copy import copy_original
+from autopar.lower.run.without_wrappers import WithoutWrappers
 from autopar.placement import Axis
 
 __all__ = ["ModuleState", "NamedInputs", "share_buffers"]
 
 T = TypeVar("T")
-_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel reads first of a module
-_OF_WRAPPERS = {
-    "module": "a parallelized model is your model, not a wrapper around it: write model in place of model.module",
-    "set_requires_gradient_sync": "gradients add up over calls of backward() without it",
-    "join": "ranks may have unlike numbers of rows, or none, with inputs='local'; all make the same number of calls",
-}
-"""Attributes of DistributedDataParallel and FSDP modules, and what a script does without them."""
 _SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
 NamedInputs = Iterable[tuple[str, Tensor | float | str]]
 
 
-class ModuleState(nn.Module):
+class ModuleState(WithoutWrappers):
     """The base of `ParallelModule` that has to do with its parameters and buffers."""
 
     _communicator: Communicator
@@ -57,53 +50,6 @@ class ModuleState(nn.Module):
     _asking: StateDictOptions | None = None
     _own_names: frozenset[str] = frozenset()  # of the attributes that the original does not have
     _changed_part: str = ""  # a part of the original that is not what its class says
-
-    def __getattr__(self, name: str) -> Any:
-        """As of any module; what scripts ask of wrappers for data parallelism is answered by what to ask instead."""
-        try:
-            untyped: Any = super()
-            return untyped.__getattr__(name)
-        except AttributeError as error:
-            if name == _ASKED_BY_DDP:
-                raise self._wrapper_error("a parallelized model can't be wrapped in DistributedDataParallel") from None
-            if name in _OF_WRAPPERS:
-                raise AttributeError(f"{error}: {_OF_WRAPPERS[name]}", name=name, obj=self) from None
-            raise
-
-    def _wrapper_error(self, refused: str) -> ModelError:
-        return ModelError(
-            f"{refused} ({type(self).__name__}): its plan has data parallelism, tensor parallelism "
-            "and ZeRO where that is fastest. Leave the wrapper out; if each rank has its own rows, pass inputs='local' "
-            "to autopar.parallelize"
-        )
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> RemovableHandle:
-        """As of any module, but for hooks of torch.distributed.
-
-        Raises:
-            ModelError: ``fully_shard``, ``replicate`` or ``parallelize_module`` is applied to the module.
-        """
-        if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
-            raise self._wrapper_error(
-                "a parallelized model can't be changed by fully_shard, replicate and others of torch.distributed"
-            )
-        return super().register_forward_pre_hook(hook, **kwargs)
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """What FullyShardedDataParallel sets of each module that it wraps, before it changes any parameter."""
-        return False
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> NoReturn:
-        raise self._wrapper_error("a parallelized model can't be wrapped in FullyShardedDataParallel")
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """As of DistributedDataParallel, for gradients that are accumulated over calls of ``backward``.
-
-        They are those of one device without it, too; when ranks communicate is up to the plan.
-        """
-        return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files.

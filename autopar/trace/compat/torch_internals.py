@@ -33,12 +33,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.objects.references import redirect
 from autopar.trace.compat.composite_ops import PIECES
 
 __all__ = [
     "DATA_DEPENDENT",
-    "MODULE_TABLES",
     "SYMBOLIC",
     "TORCH_DIRECTORY",
     "DispatchMode",
@@ -49,7 +47,6 @@ __all__ = [
     "autocast_kernels",
     "below_autocast",
     "below_autograd",
-    "clone_tree",
     "fake_mode",
     "fake_parameter",
     "fake_tensor",
@@ -69,7 +66,6 @@ __all__ = [
     "is_wrapped_number",
     "overload",
     "plain_tensors",
-    "redirect_hooks",
     "run_decompositions",
     "stays",
     "storage_key",
@@ -432,44 +428,6 @@ def gradient_engine() -> Callable[..., Any]:
 def written_out(parts: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """Torch's decompositions of the ops with one of these `parts` in their names."""
     return {op: function for op, function in decomposition_table.items() if any(part in str(op) for part in parts)}
-
-
-MODULE_TABLES = ("_parameters", "_buffers", "_modules")
-"""The attributes in which a module has its parameters, buffers and submodules."""
-
-
-def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of the module tree in which every parameter and buffer t is ``swap(t)``; the rest is shared.
-
-    The way out for modules that can't be deep-copied.
-    """
-    copies: dict[int, nn.Module] = {}
-
-    def copy(module: nn.Module) -> nn.Module:
-        if id(module) in copies:
-            return copies[id(module)]
-        made: Any = module.__new__(type(module))
-        copies[id(module)] = made
-        made.__dict__ = dict(module.__dict__)
-        made._parameters = {k: None if p is None else swap(p) for k, p in module._parameters.items()}
-        made._buffers = {k: None if b is None else swap(b) for k, b in module._buffers.items()}
-        made._modules = {k: None if m is None else copy(m) for k, m in module._modules.items()}
-        return made
-
-    made = copy(model)
-    ids: dict[int, Any] = {**copies, **{id(t): swap(t) for t in (*model.parameters(), *model.buffers())}}
-    for module in copies.values():
-        own = {name: x for name, x in vars(module).items() if name not in MODULE_TABLES}
-        vars(module).update(redirect(own, ids))
-        redirect_hooks(module, ids)
-    return made
-
-
-def redirect_hooks(module: nn.Module, ids: Mapping[int, Any]) -> None:
-    """Give a copied module forward hooks of its own, which may keep values for a forward, that refer to copies."""
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
-        hooks: Any = vars(module)[name]
-        vars(module)[name] = type(hooks)((key, redirect(hook, ids)) for key, hook in hooks.items())
 
 
 def argument_source(node: fx.Node) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.objects.attribute_owners import is_plain
 from autopar.objects.references import redirect, refers
-from autopar.trace.compat import torch_internals
+from autopar.trace.compat.module_trees import MODULE_TABLES
 
 __all__ = ["HeldMembers"]
 
@@ -35,7 +35,7 @@ class HeldMembers:
             (vars(part), name, value)
             for part in parts
             for name, value in vars(part).items()
-            if name not in torch_internals.MODULE_TABLES and not is_plain(value) and refers(value, self._places)
+            if name not in MODULE_TABLES and not is_plain(value) and refers(value, self._places)
         ]
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.objects.references import redirect, refers
-from autopar.trace.compat import torch_internals
+from autopar.trace.compat.module_trees import MODULE_TABLES, clone_tree, redirect_hooks
 
 __all__ = ["copy_with", "own_copy"]
 
@@ -25,13 +25,9 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
     try:
         made = copy.deepcopy(model, memo)
         for module in made.modules():  # deepcopy leaves functions as they are
-            referring = {
-                name: x
-                for name, x in vars(module).items()
-                if name not in torch_internals.MODULE_TABLES and refers(x, memo)
-            }
+            referring = {name: x for name, x in vars(module).items() if name not in MODULE_TABLES and refers(x, memo)}
             vars(module).update(redirect(referring, memo))
-            torch_internals.redirect_hooks(module, memo)
+            redirect_hooks(module, memo)
         return made
     except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
-        return torch_internals.clone_tree(model, swap)
+        return clone_tree(model, swap)
