@@ -240,6 +240,21 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+_function_module: Any = torch.autograd.function
+_BELOW: Any = _function_module._SingleLevelFunction  # where Function.apply goes, also one of a name made before a trace
+_APPLY = torch.autograd.Function.__dict__["apply"]
+_itself: list[type] = []
+
+
+def apply_itself(function: type, *args: Any) -> Any:
+    """``function.apply(*args)``, also where `intercept_autograd_functions` would intercept it."""
+    _itself.append(function)
+    try:
+        return _APPLY.__get__(None, function)(*args)
+    finally:
+        _itself.pop()
+
+
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
 def intercept_autograd_functions(
     call: Callable[[type, tuple[Any, ...]], Any], on_checkpoint: Callable[[], None]
@@ -251,7 +266,6 @@ def intercept_autograd_functions(
     """
     from torch.utils import checkpoint  # noqa: PLC0415  (loads late on purpose)
 
-    original = torch.autograd.Function.__dict__["apply"]
     module: Any = checkpoint
     frames = "_checkpoint_without_reentrant_generator"
     frames = f"{frames}_impl" if hasattr(module, f"{frames}_impl") else frames  # since torch 2.15
@@ -261,18 +275,26 @@ def intercept_autograd_functions(
         on_checkpoint()
         return original_frame(*args, **kwargs)
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is module.CheckpointFunction:
-            on_checkpoint()
-            run_function, _, *inputs = args
-            return run_function(*inputs)
-        trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args))
-        if trains and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
-            return call(cls, args)
-        return original.__get__(None, cls)(*args, **kwargs)
+    def applying(run: Callable[..., Any]) -> Any:
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if _itself and _itself[-1] is cls:
+                return run(cls, *args, **kwargs)
+            if cls is module.CheckpointFunction:
+                on_checkpoint()
+                run_function, _, *inputs = args
+                return run_function(*inputs)
+            trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args))
+            if trains and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
+                return call(cls, args)
+            return run(cls, *args, **kwargs)
 
+        return classmethod(apply)
+
+    above = applying(lambda cls, *args, **kwargs: _APPLY.__get__(None, cls)(*args, **kwargs))
+    below = applying(lambda cls, *args, **kwargs: super(_BELOW, cls).apply(*args, **kwargs))
     with (
-        patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        patch.object(torch.autograd.Function, "apply", above),
+        patch.object(_BELOW, "apply", below),
         patch.object(module, frames, frame),
     ):
         yield

@@ -76,7 +76,6 @@ class _Computed(torch.autograd.Function):
 _MOST_WRITTEN = 1024  # entries of a constant of what later calls compute again: a list that a program spells out
 _RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 _ANCHOR = torch.zeros((), requires_grad=True)
-_APPLY = torch.autograd.Function.__dict__["apply"].__get__(None, _Computed)  # tracing replaces it for a while
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ class Recorder:
         places = [place for place, each in enumerate(results) if each.has_gradient]
         if places:
             with torch.enable_grad():
-                computed = _APPLY(_ANCHOR, [made[place] for place in places])
+                computed = torch_internals.apply_itself(_Computed, _ANCHOR, [made[place] for place in places])
             for place, tensor in zip(places, computed, strict=True):
                 made[place] = tensor
         return made

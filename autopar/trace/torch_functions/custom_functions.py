@@ -29,7 +29,6 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, slice, enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type(None),
 )  # fmt: skip
-_APPLY = torch.autograd.Function.__dict__["apply"]  # tracing replaces it for a while
 
 
 Results = Tensor | tuple[Tensor, ...]
@@ -123,7 +122,7 @@ class _FunctionOp:
         versions = [x._version for x in tensors]
         args = torch_internals.unflatten(_filled(self.leaves, tensors), self.structure)
         with forgetting_values(tensors) as decisions:
-            leaves, structure = torch_internals.flatten(_APPLY.__get__(None, self.function)(*args))
+            leaves, structure = torch_internals.flatten(torch_internals.apply_itself(self.function, *args))
         self.decides = self.decides or decisions.were_asked
         if versions != [x._version for x in tensors]:
             raise TraceError(
