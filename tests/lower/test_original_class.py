@@ -145,6 +145,26 @@ def test_classes_names_and_printed_form_are_the_originals() -> None:
     on_ranks(check)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scales: dict[str, float] = {"x": 2.0}, then: list[float] = []) -> Tensor:  # noqa: B006
+        return self.linear(x * scales["x"]).mean() + sum(then)
+
+
+def test_defaults_of_forward_may_have_no_hash() -> None:
+    model, x = Scaled(), torch.randn(4, 8)
+    traced = trace(model, (x,), {})
+
+    def run(parallel: Any) -> tuple[str, float]:
+        return str(inspect.signature(parallel.forward)), parallel(x).item()
+
+    results = simulate(2, lambda c: run(build(model, traced, random_plan(traced.program, 2, 1), c)))
+    assert results == [(str(inspect.signature(model.forward)), pytest.approx(model(x).item(), rel=1e-5))] * 2
+
+
 def test_attributes_lead_to_the_parallel_modules_own_parts() -> None:
     model, _, _ = traced_gpt()
 

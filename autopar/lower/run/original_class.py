@@ -60,8 +60,20 @@ def _own_members(runtime: type[nn.Module]) -> dict[str, Any]:
     return {name: member for name, member in members.items() if name in _OWN_SPECIAL or not name.startswith("__")}
 
 
+class _Signature(inspect.Signature):
+    """A signature that equals another by its text, as a default may be a list or a dict, which has no hash."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, inspect.Signature) and str(self) == str(other)
+
+
 @cache
-def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: inspect.Signature) -> type[nn.Module]:
+def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: _Signature) -> type[nn.Module]:
     members = _own_members(runtime)
     members |= {name: _refusal(name, what) for name, what in _INSTEAD.items() if hasattr(original, name)}
     if hasattr(original, "save_pretrained"):
@@ -78,11 +90,11 @@ def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: 
     return types.new_class(original.__name__, (original, runtime), exec_body=lambda body: body.update(members))
 
 
-def _signature(module: nn.Module) -> inspect.Signature:
+def _signature(module: nn.Module) -> _Signature:
     """The signature of the original's forward, with ``self``: frameworks read the model's arguments from it."""
     own = inspect.signature(module.forward)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    return own.replace(parameters=[first, *own.parameters.values()])
+    return _Signature([first, *own.parameters.values()], return_annotation=own.return_annotation)
 
 
 def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
