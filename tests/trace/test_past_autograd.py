@@ -147,6 +147,11 @@ def read_no_more(net: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("call", [reads_before_it_changes, of_no_gradient, read_no_more])
+def wants_gradients_again(net: Any, x: Tensor) -> Tensor:
+    h = net.linear(x)
+    return h.detach().requires_grad_().sin() + h * h.detach()
+
+
+@pytest.mark.parametrize("call", [reads_before_it_changes, of_no_gradient, read_no_more, wants_gradients_again])
 def test_other_writes_are_traced(call: Call) -> None:
     assert trace(Network(call), (ROWS,), {}).program.layers

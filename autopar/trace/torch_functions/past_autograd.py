@@ -92,7 +92,7 @@ class PastAutograd(TorchFunctionMode):
 def _writes(func: Any) -> bool:
     """Whether it writes to its first argument."""
     name: str = getattr(func, "__name__", "")
-    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def _check_same(x: Tensor, y: Tensor) -> None:
