@@ -194,7 +194,7 @@ class _Rows(NamedTuple):
     def of(family: OpFamily, op: Op, orders: Sequence[Order], types: Sequence[TensorType]) -> _Rows:
         """Of an op of this family; nothing of one that is no such product."""
         product = family.row_products.get(op.target)
-        if product is None or len(types[product.matrix].shape) != 2:
+        if product is None or len(types) <= product.matrix or len(types[product.matrix].shape) != 2:
             return _Rows()
         rows = types[product.rows]
         is_flattened = len(rows.shape) > 2
