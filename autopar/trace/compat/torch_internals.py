@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -243,16 +244,16 @@ def storage_key(tensor: Tensor) -> int:
 _function_module: Any = torch.autograd.function
 _BELOW: Any = _function_module._SingleLevelFunction  # where Function.apply goes, also one of a name made before a trace
 _APPLY = torch.autograd.Function.__dict__["apply"]
-_itself: list[type] = []
+_ITSELF: ContextVar[type | None] = ContextVar("itself", default=None)  # the function that `apply_itself` runs
 
 
 def apply_itself(function: type, *args: Any) -> Any:
     """``function.apply(*args)``, also where `intercept_autograd_functions` would intercept it."""
-    _itself.append(function)
+    token = _ITSELF.set(function)
     try:
         return _APPLY.__get__(None, function)(*args)
     finally:
-        _itself.pop()
+        _ITSELF.reset(token)
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
@@ -277,7 +278,7 @@ def intercept_autograd_functions(
 
     def applying(run: Callable[..., Any]) -> Any:
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if _itself and _itself[-1] is cls:
+            if _ITSELF.get() is cls:
                 return run(cls, *args, **kwargs)
             if cls is module.CheckpointFunction:
                 on_checkpoint()
