@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache, lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.trace import trace
+from autopar.trace.calls.structure import holds_tensors
+from autopar.trace.python_values import function_caches
 
 
 class Network(nn.Module):
@@ -79,6 +83,31 @@ def test_functions_that_keep_tensors_keep_none_of_a_trace() -> None:
     shift = torch.arange(4) / 4
     assert torch.equal(Positioned()(x), ((x + shift) * 2 + shift).square().mean())
     assert trace(Positioned(), (x,), {}).program.parameters == program.parameters
+
+
+def test_caches_of_the_tracer_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of symbolic shapes keep whole traces: minutes, where a forward decides by what it read."""
+    looked: list[str] = []
+
+    def kept(function: Any) -> list[Any]:
+        looked.append(function.__module__)
+        return []
+
+    monkeypatch.setattr(function_caches, "_kept", kept)
+
+    class Shortened(nn.Module):
+        def forward(self, x: Tensor, length: Tensor) -> Tensor:
+            longest = int(length.max())
+            return (x[:, :longest] + positions(longest)[0]).square().mean() * (2 if longest > 2 else 1)
+
+    trace(Shortened(), (torch.randn(8, 4), torch.tensor([3, 1])), {})
+    assert __name__ in looked
+    assert not [name for name in looked if name.startswith(("torch", "sympy"))]
+
+
+def test_a_python_module_that_a_cache_keeps_is_no_tensor() -> None:
+    assert not holds_tensors([SimpleNamespace(backend=sys.modules[__name__])])
+    assert holds_tensors([SimpleNamespace(backend={"weight": torch.ones(1)})])
 
 
 def test_tables_that_a_call_left_elsewhere_are_refused() -> None:

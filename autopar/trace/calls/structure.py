@@ -11,6 +11,7 @@ import enum
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -183,7 +184,7 @@ def holds_tensors(value: Any) -> bool:
         part = waiting.pop()
         if isinstance(part, Tensor):
             return True
-        if id(part) in seen or isinstance(part, _PLAIN):
+        if id(part) in seen or isinstance(part, (*_PLAIN, ModuleType)):  # a Python module leads to everything
             continue
         seen.add(id(part))
         waiting.extend(getattr(cast("object", part), "__dict__", {}).values())

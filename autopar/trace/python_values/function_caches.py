@@ -23,10 +23,13 @@ __all__ = ["FunctionCaches"]
 _Cached = type(functools.lru_cache(len))
 _KNOWN: weakref.WeakSet[Any] = weakref.WeakSet()  # in what has been looked through
 _LOOKED_THROUGH: dict[str, tuple[int, int]] = {}  # name of a module -> which namespace it had, and of how many names
+# What traces are made with caches no tensors of one for the model.  PyTorch's caches of symbolic shapes keep the whole
+# environment of a trace, all of which would be looked through after each call.
+_TRACING = frozenset({"autopar", "mpmath", "sympy", "torch"})
 
 
 class FunctionCaches:
-    """The functions with a cache in modules and their classes, also where another decorator encloses one.
+    """The functions with a cache in modules (not PyTorch's) and their classes, also where another decorator encloses one.
 
     The garbage collector would list them all, but not after ``gc.freeze()``, which scripts call before they train.
     """
@@ -43,7 +46,7 @@ class FunctionCaches:
             yield
         finally:
             for function, misses in zip(self._functions, before, strict=True):
-                if function.cache_info().misses != misses and any(map(holds_tensors, _kept(function))):
+                if function.cache_info().misses != misses and holds_tensors(_kept(function)):
                     function.cache_clear()
 
 
@@ -52,7 +55,7 @@ def _new_names() -> Iterator[Mapping[str, Any]]:
     the script, which may define a function anew.
     """
     for name, module in [*sys.modules.items()]:
-        if type(getattr(module, "__dict__", None)) is not dict:  # a module of another kind may do something when asked
+        if _is_tracing(name) or type(getattr(module, "__dict__", None)) is not dict:  # one of another kind may act
             continue
         names: Mapping[str, Any] = vars(module)
         if name == "__main__" or _LOOKED_THROUGH.get(name) != (id(names), len(names)):
@@ -77,10 +80,13 @@ def _cached_in(value: Any) -> Iterator[Any]:
     """The function itself, or those that a decorator of it encloses."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
-    if type(value) is _Cached:
-        yield value
-    elif type(value) is FunctionType and value.__closure__:
-        yield from (inner for inner in map(cell_content, value.__closure__) if type(inner) is _Cached)
+    is_decorator = type(value) is FunctionType and value.__closure__
+    found = [*map(cell_content, value.__closure__)] if is_decorator else [value]
+    yield from (each for each in found if type(each) is _Cached and not _is_tracing(each.__module__))
+
+
+def _is_tracing(name: str | None) -> bool:
+    return (name or "").partition(".")[0] in _TRACING
 
 
 def _kept(function: Any) -> list[Any]:
