@@ -29,9 +29,10 @@ _TRACING = frozenset({"autopar", "mpmath", "sympy", "torch"})
 
 
 class FunctionCaches:
-    """The functions with a cache in modules (not PyTorch's) and their classes, also where another decorator encloses one.
+    """The functions with a cache in modules and their classes, also where another decorator encloses one.
 
-    The garbage collector would list them all, but not after ``gc.freeze()``, which scripts call before they train.
+    PyTorch's are left out.  The garbage collector would list them all, but not after ``gc.freeze()``, which scripts
+    call before they train.
     """
 
     def __init__(self) -> None:
