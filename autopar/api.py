@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,7 @@ from autopar.cost.profile import LayerTime
 from autopar.cost.profile_file import keep, load_profile
 from autopar.host.default_device import on_host
 from autopar.lower import ParallelModule
-from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, share
-from autopar.lower.communication.digests import digest_tensors
+from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, agree_tensors, share
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.kernels.random import generator_state, generators_kept
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
@@ -197,8 +196,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
     arguments = (*_describe_arguments(plan, profile, setup), f"inputs={inputs}", f"outputs={outputs}")
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
-    agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
-                SAME_VALUES)  # fmt: skip
+    agree_tensors(group, lambda: _state(model, traced), "initial values of parameters or buffers", SAME_VALUES)
     if plan is None:
         setup = replace(setup, compile=agree(group, lambda: check_compiler(compile_choice, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
@@ -409,9 +407,9 @@ def _describe(model: nn.Module, traced: Traced) -> str:
     return f"{what} (fingerprint {program.fingerprint})"
 
 
-def _digest_state(model: nn.Module, traced: Traced) -> str:
-    """A digest of all values that the program has from the model, which ranks compare."""
-    return digest_tensors((*model.named_parameters(), *model.named_buffers(), *traced.constants.items()))
+def _state(model: nn.Module, traced: Traced) -> Iterable[tuple[str, Tensor]]:
+    """All values that the program has from the model, which ranks compare."""
+    return (*model.named_parameters(), *model.named_buffers(), *traced.constants.items())
 
 
 def _describe_arguments(plan: object, profile: object, setup: Setup) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from autopar.backend.sharding import shard_in_place
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, TraceError
-from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, share
+from autopar.lower.communication.consensus import SAME_VALUES, agree, agree_equal, agree_tensors, share
 from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import REPLICATE, refine_layout
@@ -189,12 +189,10 @@ def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], traced: Traced, 
         group, agree(group, lambda: digest_tensors(("input", x) for x in inputs)), "batches",
         "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
     )  # fmt: skip
-    members = session.unchecked([*module.parameters(), *module.buffers()])
-    known = [*(("member", x) for x in members if not isinstance(x, DTensor)), *traced.constants.items()]
-    agree_equal(
-        group, agree(group, lambda: digest_tensors(known)), "initial values of parameters or buffers",
-        SAME_VALUES,
-    )  # fmt: skip
+    names = {x: name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    members = session.unchecked(names)
+    known = [*((names[x], x) for x in members if not isinstance(x, DTensor)), *traced.constants.items()]
+    agree_tensors(group, lambda: known, "initial values of parameters or buffers", SAME_VALUES)
 
 
 def _decide(

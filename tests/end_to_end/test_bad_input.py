@@ -153,7 +153,7 @@ def check_ranks_that_differ() -> None:
     nn.init.constant_(permuted.linear.bias, 0.0)
     with torch.no_grad():
         permuted.linear.weight.copy_(torch.arange(64.0).view(8, 8).roll(rank, 0))
-    with refused(MeshError, "different initial values"):
+    with refused(MeshError, "different initial values of parameters or buffers: linear.weight of rank 1 differ"):
         parallelize(permuted, (X,))
     torch.manual_seed(0)
     only = r"different arguments of parallelize: rank 1 has "  # what differs, and nothing else

@@ -7,23 +7,38 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from autopar.errors import AutoparError, MeshError, RankError
+from autopar.lower.communication.digests import digest_each, digest_texts
 from autopar.lower.communication.failures import StepMemoryError, is_out_of_memory
 from autopar.objects.caught_errors import also_caught_as
 
-__all__ = ["SAME_VALUES", "agree", "agree_equal", "attempt", "is_own_error", "naming_lost_ranks", "portable", "share"]
+__all__ = [
+    "SAME_VALUES",
+    "agree",
+    "agree_equal",
+    "agree_tensors",
+    "attempt",
+    "is_own_error",
+    "naming_lost_ranks",
+    "portable",
+    "share",
+]
 
 SAME_VALUES = (
     "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
-    "everywhere, or send the first rank's values before: for x in model.state_dict().values(): dist.broadcast(x, 0)"
+    "everywhere, or send the first rank's values before: for x in model.state_dict().values(): dist.broadcast(x, 0). "
+    "What is made by torch.empty and never filled differs with any seed"
 )
 """What to do where ranks have unlike initial values of a model."""
+
+_SHOWN = 3  # names of tensors that a message has
 
 T = TypeVar("T")
 
@@ -69,6 +84,24 @@ def agree_equal(group: dist.ProcessGroup | None, value: str | tuple[str, ...], w
         if unlike:
             here, first = (", ".join(texts) for texts in zip(*unlike, strict=True))
             raise MeshError(f"ranks were given different {what}: rank {rank} has {here}, rank 0 has {first}. {remedy}")
+
+
+def agree_tensors(
+    group: dist.ProcessGroup | None, named: Callable[[], Iterable[tuple[str, Tensor]]], what: str, remedy: str
+) -> None:
+    """Raise on every rank unless the tensors, with their names, are the same on all of `group`.
+
+    Raises:
+        MeshError: naming `what`, the first rank that differs from the first, the tensors that differ, and the `remedy`.
+    """
+    own = agree(group, lambda: digest_each(named()))
+    if len({*_all_gather(group, digest_texts(own))}) == 1:
+        return
+    by_rank = _all_gather(group, own)  # long texts, so ranks exchange them only here
+    rank, others = next((rank, others) for rank, others in enumerate(by_rank) if others != by_rank[0])
+    unlike = sorted({name for name, _ in {*others} ^ {*by_rank[0]}})
+    shown = ", ".join(unlike[:_SHOWN]) + (f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else "")
+    raise MeshError(f"ranks were given different {what}: {shown} of rank {rank} differ from rank 0's. {remedy}")
 
 
 def _all_gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.host.accelerators import pins_memory
 
-__all__ = ["digest_generators", "digest_of", "digest_tensors", "start_reading"]
+__all__ = ["digest_each", "digest_generators", "digest_of", "digest_tensors", "digest_texts", "start_reading"]
 
 _WORDS = 1 << 16  # number of weights
 _PIECE = 1 << 22  # words at a time: their products take 32 MiB
@@ -20,10 +20,19 @@ _PIECE = 1 << 22  # words at a time: their products take 32 MiB
 
 def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     """A short text that differs (but for chance) where names, shapes, dtypes or values differ, on any device."""
+    return digest_texts(digest_each(named))
+
+
+def digest_each(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """The names, each with a text that differs (but for chance) where shapes, dtypes or values differ."""
+    return [(name, f"{tuple(x.shape)} {x.dtype} {'meta' if x.is_meta else int(digest_of(x))}") for name, x in named]
+
+
+def digest_texts(texts: Iterable[tuple[str, str]]) -> str:
+    """A short text that differs (but for chance) where pairs of texts do."""
     digest = hashlib.sha256()
-    for name, x in named:
-        value = "meta" if x.is_meta else int(digest_of(x))
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype} {value}\n".encode())
+    for name, text in texts:
+        digest.update(f"{name} {text}\n".encode())
     return digest.hexdigest()[:16]
 
 
