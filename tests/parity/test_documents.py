@@ -255,6 +255,12 @@ def same(ids: Tensor) -> Tensor:
     return (ids[:, :, None] == ids[:, None, :])[:, None]
 
 
+def near(ids: Tensor, lower: Tensor) -> Tensor:
+    """A window that the input says, which may be 0."""
+    places = torch.arange(len(lower))
+    return same((ids == 2).cumsum(1)) & lower & (places[:, None] - places < ids[0, 0])
+
+
 MASKS = {
     "causal": (lambda ids, lower: same(ids) & lower, True),
     "both ways": (lambda ids, lower: same(ids), True),
@@ -263,6 +269,7 @@ MASKS = {
     "window of 4": (lambda ids, lower: same((ids == 2).cumsum(1)) & lower & ~lower.tril(-4), True),
     "window to both sides": (lambda ids, lower: same((ids == 2).cumsum(1)) & ~lower.tril(-4) & ~lower.T.triu(4), True),
     "window of what comes again": (lambda ids, lower: same(ids) & lower & ~lower.tril(-4), False),
+    "window of the input's": (near, False),
     "padding": (lambda ids, lower: same(ids) & lower & (ids != 2)[:, None, None], False),
     "others": (lambda ids, lower: ~same(ids) | torch.eye(len(lower), dtype=torch.bool), False),
     "a bias": (lambda ids, lower: torch.where(same(ids) & lower, 0.5, -torch.inf), False),

@@ -109,8 +109,9 @@ def _find(graph: Graph, mask: str, batch: int, tokens: int) -> _Documents | None
 
 
 def _reach(trials: Sequence[_MaskSample]) -> int:
-    """The window of a mask, if it is one: no token sees another one as far away."""
-    return 1 + max(int((own - seen).abs().max()) for trial in trials for _, own, seen in [trial.visible.nonzero().T])
+    """The window of a mask, if it is one: no token sees another one as far away; some see one."""
+    pairs = [trial.visible.nonzero().T for trial in trials]
+    return 1 + max(int((own - seen).abs().max()) for _, own, seen in pairs if len(own))
 
 
 def _is_integer(kind: TensorType) -> bool:
