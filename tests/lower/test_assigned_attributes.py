@@ -25,7 +25,7 @@ INPUTS = {"x": torch.randn(8, 8).double(), "y": torch.randint(0, 4, (8,))}
 
 
 class Block(nn.Module):
-    """Sets a tensor, adds to a list and a dict, counts its calls, keeps a shape, makes a mask once,
+    """Sets a tensor, adds to a list and a dict, counts its calls, keeps a shape, makes a mask of a buffer once,
     and asks whether there was a call."""
 
     aux: Tensor
@@ -38,14 +38,15 @@ class Block(nn.Module):
         self.maps: list[Tensor] = []
         self.kept: dict[str, Tensor] = {}
         self.calls, self.mask, self.last = 0, None, None
+        self.register_buffer("limit", torch.tensor(6))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.mask is None:
-            self.mask = torch.arange(8) < 6
+            self.mask = torch.arange(8) < self.limit
         if self.training or self.last is None:
             self.last = x.detach().mean()
-        h = self.linear(self.norm(x)) * self.mask
+        h = self.linear(self.norm(x)) * self.mask[None]
         self.aux, self.width = h.square().mean(), x.shape[-1]
         self.maps.append(h)
         self.kept["size"] = h.square().sum()
@@ -110,6 +111,28 @@ def test_losses_of_what_modules_keep_are_those_of_one_device(constraints: tuple[
 
     simulate(2, rank)
     assert any("reads and changes 'blocks.0.calls' from 0 to 1" in note for note in traced.program.notes)
+
+
+class First(nn.Module):
+    """Keeps what a buffer holds in the first call, which moves it if `moves`."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.linear, self.moves, self.first = nn.Linear(8, 4), moves, None
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = self.mean * 2
+        if self.moves:
+            self.mean.mul_(0.5)
+        return functional.cross_entropy(self.linear(x) * self.first, y)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_is_made_once_of_a_buffer_is_a_table_unless_forward_moves_it(moves: bool) -> None:
+    program = trace_model(First(moves=moves).double(), INPUTS).program
+    assert len(program.outputs) == 1 + moves
 
 
 class Cooling(nn.Module):

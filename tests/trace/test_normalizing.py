@@ -432,6 +432,25 @@ def test_what_is_computed_from_buffers_alone_is_hoisted(training):
     assert [op.args[3] is None for op in program.layers[-1].ops if "attention" in op.target] == [False]
 
 
+class KeptTable(nn.Module):
+    """Keeps a table of a buffer's, which calls read in another form."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.rand(8))
+
+    def forward(self, x):
+        self.kept = torch.outer(torch.arange(6), self.frequencies).cos()
+        return self.linear(x * self.kept[None])
+
+
+def test_what_leaves_is_hoisted_where_what_is_hoisted_reads_it():
+    program = check_equals_model(KeptTable(), {"x": torch.randn(2, 6, 8)}, training=True).program
+    assert [op.target for op in program.hoisted] == ["aten.outer.default", "aten.cos.default", "aten.unsqueeze.default"]
+    assert len(program.outputs) == 2
+
+
 def test_a_program_does_not_depend_on_what_buffers_hold():
     from autopar.trace import trace
 

@@ -98,6 +98,7 @@ class AttributeWatch:
             if type(value) in (list, dict) and name not in _NEVER
         }
         self._state = {id(x) for x in (*model.parameters(), *model.buffers())}
+        self._versions = [(buffer, buffer._version) for buffer in model.buffers()]
         self._reads = reads
 
     def restore(self, first: int) -> Found:
@@ -153,13 +154,19 @@ class AttributeWatch:
         is_read |= before is _MISSING and (path, name) in self._reads.missing
         if is_read and is_plain(before) and is_plain(now):
             found.changed.append(Changed(path, name, before, structure, ()))
-        elif is_read and not depend_on_calls(tensors, constants_too=isinstance(before, Tensor)):
+        elif is_read and not depend_on_calls(
+            tensors, constants_too=isinstance(before, Tensor), other_than=[] if before is not None else self._fixed()
+        ):
             return  # made once, for all calls
         elif is_plain(now) or (tensors and not any(id(x) in self._state for x in tensors)):
             if is_read and not (is_plain(before) and before is not None):
                 forms = tuple((tuple(x.shape), x.dtype) for x in tensors)
                 found.changed.append(Changed(path, name, before, structure, forms))
             found.add(path, name, now, is_added=False)
+
+    def _fixed(self) -> list[Tensor]:
+        """The buffers that the forward has not written to."""
+        return [buffer for buffer, version in self._versions if buffer._version == version]
 
     def _set(self) -> Iterable[tuple[str, str, Any, Any]]:
         for path, own in self._owners.items():

@@ -37,9 +37,12 @@ def fold_constants(graph: Graph) -> Graph:
 def hoist_buffer_ops(graph: Graph) -> Graph:
     """Take what is computed from buffers alone out of the layers, which then read its results as constants.
 
-    What leaves the program stays, to be put out by a layer.
+    What leaves the program stays, to be put out by a layer, unless others of them read it: then a layer puts out a copy
+    (`copy_what_leaves`).
     """
-    cone = step_cone(graph) - graph.read_at_end
+    cone = step_cone(graph)
+    read = {name for op in graph.ops if op.results and cone.issuperset(op.results) for name in op.operands}
+    cone -= graph.read_at_end - read
     groups = {
         op.name: 0 if op.results and cone.issuperset(op.results) else place
         for place, op in enumerate(graph.ops, start=1)
