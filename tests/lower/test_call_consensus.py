@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
-from autopar.lower.communication import call_consensus, call_failures, call_records
+from autopar.lower.communication import arrivals, call_failures, call_records
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.communication.torch_groups import open_host_store
 
@@ -376,7 +376,7 @@ def test_a_rank_that_ends_while_another_waits_for_it() -> None:
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(call_consensus, "_WARN_S", 0.1)
+    monkeypatch.setattr(arrivals, "_WARN_S", 0.1)
     ranks = Ranks(timeout_s=0.4)
     with caplog.at_level(logging.WARNING), pytest.raises(RankError, match=r"training step 1, but ranks \[1\] did not"):
         step(ranks.calls[0], X)

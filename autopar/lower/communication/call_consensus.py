@@ -22,8 +22,6 @@ rank that raised does.
 from __future__ import annotations
 
 import json
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
 from autopar.lower.autograd import on_gradient
+from autopar.lower.communication.arrivals import Arrivals
 from autopar.lower.communication.call_differences import PLANNING, difference, gone_on
 from autopar.lower.communication.call_failures import LOST_STORE, CallFailures
 from autopar.lower.communication.call_records import NO_INPUTS, CallRecords, Named, Store
@@ -45,10 +44,7 @@ __all__ = ["PLANNING", "POLL_S", "CallConsensus"]
 T = TypeVar("T")
 
 POLL_S = 1.0  # a collective that takes longer is rare, and a look at the store takes a ten thousandth of it
-_POLL_PER_RANK_S = 2e-4  # looking whether all are there takes a third of that of the store's server
-_WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compiling may take as long
 _BACKWARD = "the backward of "
-_LOGGER = logging.getLogger("autopar")
 
 
 class CallConsensus:
@@ -87,9 +83,9 @@ class CallConsensus:
         self.renew: Callable[[], None] = lambda: None
         self._store = store
         self._failures = CallFailures(store, rank)
+        self._arrivals = Arrivals(store, rank, world_size, self._failures, timeout_s)
         self._rank = rank
         self._world_size = world_size
-        self._timeout_s = timeout_s
         self._number = 0
         self._counts: Counter[str] = Counter()
         self._met: set[str] = set()
@@ -145,15 +141,16 @@ class CallConsensus:
             Exception: another rank has failed.
         """
         self._counts[what] += 1
-        here, started_s, pause_s = f"{what}/{self._counts[what]}", time.monotonic(), 1e-3
-        self._store.add(here, 1)
-        while self._store.add(here, 0) < self._world_size and time.monotonic() - started_s < within_s:
+        place = f"{what}/{self._counts[what]}"
+
+        def may_come(waited_s: float) -> bool:
             self._look_for_failure(self._number)
-            if self._store.check([str(self._number + 1)]) or self._failures.has_any_ended():
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
-        return self._store.add(here, 0) >= self._world_size  # the last to come may be in its next call by now
+            has_gone_on = self._store.check([str(self._number + 1)]) or self._failures.has_any_ended()
+            return waited_s < within_s and not has_gone_on
+
+        self._arrivals.come(place)
+        self._arrivals.wait_while(place, may_come)
+        return self._arrivals.has_all(place)  # the last to come may be in its next call by now
 
     def watch_backward(self, outputs: Any) -> None:
         """See when a backward of this call begins, which gave `outputs`."""
@@ -286,30 +283,8 @@ class CallConsensus:
         finally:
             if self.is_torn:
                 self._store.add(f"{here}/torn", 1)
-            self._store.set(f"{here}/{self._rank}", "")
-            self._store.add(here, 1)
-        started_s, pause_s, warn_s = time.monotonic(), 1e-3, _WARN_S
-        while self._store.add(here, 0) < self._world_size:
-            self.look()
-            waited_s = time.monotonic() - started_s
-            if waited_s > warn_s or self._failures.has_any_ended():
-                self._complain(here, waited_s)
-                warn_s = self._timeout_s
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
+            self._arrivals.come(here)
+        self._arrivals.wait_for_all(here, self._where, self.look)
         self.look()
         if not self._met:
             self.is_in_step = self.records.compares_draws and not self._store.check(["unlike"])
-
-    def _complain(self, here: str, waited_s: float) -> None:
-        """Name the ranks that have not come to this call; raise if they never will."""
-        missing = [rank for rank in range(self._world_size) if not self._store.check([f"{here}/{rank}"])]
-        ended = self._failures.ended_of(missing)
-        if ended or (missing and waited_s > self._timeout_s):
-            how = f"ranks {ended} ended, or let go of their model" if ended else f"ranks {missing} did not come to it"
-            raise RankError(
-                f"rank {self._rank} waited {waited_s:.0f} s in {self._where}, but {how}: all ranks must make the same "
-                "calls in the same order, also to evaluate"
-            )
-        if missing and waited_s > _WARN_S:
-            _LOGGER.warning("rank %d waits in %s for ranks %s", self._rank, self._where, missing)

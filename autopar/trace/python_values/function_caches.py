@@ -81,8 +81,8 @@ def _cached_in(value: Any) -> Iterator[Any]:
     """The function itself, or those that a decorator of it encloses."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
-    is_decorator = type(value) is FunctionType and value.__closure__
-    found = [*map(cell_content, value.__closure__)] if is_decorator else [value]
+    cells = value.__closure__ if type(value) is FunctionType else None
+    found = [value] if cells is None else [*map(cell_content, cells)]
     yield from (each for each in found if type(each) is _Cached and not _is_tracing(each.__module__))
 
 
