@@ -135,6 +135,11 @@ def test_what_is_made_once_of_a_buffer_is_a_table_unless_forward_moves_it(moves:
     assert len(program.outputs) == 1 + moves
 
 
+def test_a_table_of_a_buffer_may_be_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        assert trace_model(First(moves=False).double().eval(), INPUTS).program.outputs
+
+
 class Cooling(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,8 @@ class AttributeWatch:
             if type(value) in (list, dict) and name not in _NEVER
         }
         self._state = {id(x) for x in (*model.parameters(), *model.buffers())}
-        self._versions = [(buffer, buffer._version) for buffer in model.buffers()]
+        # Tensors of inference mode count no versions; whether forward writes to them is not known.
+        self._versions = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
         self._reads = reads
 
     def restore(self, first: int) -> Found:
