@@ -30,7 +30,6 @@ __all__ = [
     "run_backward",
     "run_backward_from",
     "run_twice",
-    "version_of",
 ]
 
 
@@ -99,11 +98,6 @@ def refuse_gradient(x: Tensor, error: Exception) -> Tensor:
     anchor = torch.zeros((), device=x.device, requires_grad=True)
     with torch.enable_grad():
         return call_function(_Refused, x.detach(), anchor, error)
-
-
-def version_of(x: Tensor) -> int:
-    """How often `x`, or what shares its memory, has been written to as autograd counts it."""
-    return x._version
 
 
 def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:

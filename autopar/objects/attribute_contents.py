@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.objects.attribute_owners import is_plain, is_record
+from autopar.objects.tensor_versions import version_of
 
 __all__ = ["Contents", "contents_of", "current_value", "has_contents", "has_only_values", "is_compared"]
 
@@ -45,7 +46,7 @@ class _Itself:
     """An object that is compared by identity; a tensor also by how often it was written to."""
 
     value: object
-    version: int
+    version: int | None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Itself) and self.value is other.value and self.version == other.version
@@ -103,8 +104,7 @@ def _form(value: object, found: list[object], depth: int) -> object:
     found.append(value)
     if isinstance(value, nn.Parameter):  # as recurrent modules list theirs, which the optimizer writes to
         return nn.Parameter, None
-    tensor: Any = value if isinstance(value, Tensor) and not value.is_inference() else None
-    return _Itself(value, 0 if tensor is None else tensor._version)
+    return _Itself(value, version_of(value) if isinstance(value, Tensor) else None)
 
 
 def _text(value: Any, has_objects: bool) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 __all__ = ["BufferQuestion", "questions_text", "small_buffers"]
 
-_MOST_ENTRIES = 1024  # of a buffer that is asked: counts of a codebook's entries, say; more is no setting
+_MOST_ENTRIES = 1 << 14  # of a buffer that is asked: counts of a codebook's entries, or a mask of pairs of positions
 
 
 class _Computation(Protocol):

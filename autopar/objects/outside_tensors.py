@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar.objects.tensor_versions import version_of
+
 __all__ = ["OutsideTensor"]
 
 _LOOKED_AT = 16  # entries of each: an average of weights changes nearly all of them, and so does an optimizer
@@ -28,7 +30,7 @@ class OutsideTensor:
         dtype: by its name in torch.
         shape: its sizes.
         tensor: the tensor itself, which a script may drop; then nothing changes it.
-        version: how often it had been written to.
+        version: how often it had been written to, where torch counts that.
         address: of its memory.
         entries: some of its entries, byte by byte.
         requires_grad: whether it did.
@@ -40,7 +42,7 @@ class OutsideTensor:
     dtype: str
     shape: tuple[int, ...]
     tensor: weakref.ref[Tensor]
-    version: int
+    version: int | None
     address: int
     entries: Tensor
     requires_grad: bool
@@ -51,8 +53,9 @@ class OutsideTensor:
     def of(cls, tensor: Tensor, where: str, *, traced: Tensor, is_attribute: bool = False) -> OutsideTensor:
         """As it is now; it has entries, and its memory is its own.  A trace has `traced` in its place."""
         return cls(
-            where, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), weakref.ref(tensor), _version(tensor),
-            tensor.data_ptr(), _some_entries(tensor), tensor.requires_grad, traced.data_ptr(), is_attribute,
+            where, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), weakref.ref(tensor),
+            version_of(tensor), tensor.data_ptr(), _some_entries(tensor), tensor.requires_grad, traced.data_ptr(),
+            is_attribute,
         )  # fmt: skip
 
     @property
@@ -65,13 +68,9 @@ class OutsideTensor:
         tensor = self.tensor()
         if tensor is None:
             return False
-        if _version(tensor) != self.version or tensor.data_ptr() != self.address:
+        if version_of(tensor) != self.version or tensor.data_ptr() != self.address:
             return True
         return reads_entries and not torch.equal(_some_entries(tensor), self.entries)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _some_entries(tensor: Tensor) -> Tensor:

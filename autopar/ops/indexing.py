@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ops.family import Kernel, OpFamily, Types, argument, aten
 from autopar.ops.views import dim_names, text_of, without
 from autopar.ops.work import Work, dtype_of, sum_bytes
-from autopar.program import Op, Ref
+from autopar.program import Op, Ref, TensorType
 
 __all__ = ["FAMILIES"]
 
@@ -112,12 +112,11 @@ def _index(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """index(x, indices): dims without an index and the dims of the indices split, but no boolean masks."""
     indexed = _indexed_dims(op)
     indices = operand_types[1:]
-    if not indexed or any(kind.dtype in {"bool", "uint8"} for kind in indices):
+    if not indexed or any(map(_is_mask, indices)):
         return None
     names = dim_names(len(operand_types[0].shape), *indexed)
     index_names, broadcast = _index_names(indices)
-    # The dims of the indices replace indexed dims that are consecutive; otherwise they come first in the result.
-    at = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
+    at = _first_dim(indexed)
     kept = without(names, *indexed)
     texts = iter(map(text_of, index_names))
     arguments = ", ".join(next(texts) if dim in indexed else "#" for dim in range(_num_indices(op)))
@@ -125,19 +124,47 @@ def _index(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _index_put(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """index_put(x, indices, values): if the first dims are indexed, the dims after them split."""
-    indexed = _indexed_dims(op)
-    if not indexed or indexed != list(range(len(indexed))):
-        return None
+    """index_put(x, indices, values): dims that no index or mask covers split."""
     indices = operand_types[1:-1]
-    if any(kind.dtype in {"bool", "uint8"} for kind in indices):
+    given = _indexed_dims(op)
+    if not given or len(given) != len(indices):
         return None
+    indexed: list[int] = []  # dims of x: a mask covers as many as it has
+    texts: list[str] = []
+    next_dim, each = 0, iter(indices)
+    for place in range(_num_indices(op)):
+        if place not in given:
+            texts.append("#")
+            next_dim += 1
+            continue
+        kind = next(each)
+        covered = len(kind.shape) if _is_mask(kind) else 1
+        texts.append(text_of(["_"] * len(kind.shape)))
+        indexed += range(next_dim, next_dim + covered)
+        next_dim += covered
     names = dim_names(len(operand_types[0].shape), *indexed)
-    kept = names[len(indexed) :]
-    rank = max(len(kind.shape) for kind in indices)
-    values = (["_"] * rank + kept)[rank + len(kept) - len(operand_types[-1].shape) :]
-    arguments = ", ".join(text_of(["_"] * len(kind.shape)) for kind in indices)
-    return f"{text_of(names)}, [{arguments}], {text_of(values)} -> {text_of(names)}"
+    rank = max(1 if _is_mask(kind) else len(kind.shape) for kind in indices)
+    values = _put_names(operand_types, names, indexed, rank)
+    return f"{text_of(names)}, [{', '.join(texts)}], {values} -> {text_of(names)}"
+
+
+def _put_names(operand_types: Types, names: list[str], indexed: list[int], rank: int) -> str:
+    """The factors of values that are put where indices of `rank` dims say; they broadcast to what the indices read."""
+    at = _first_dim(indexed)
+    kept = [(dim, name) for dim, name in enumerate(names) if dim not in indexed]
+    read = [*kept[:at], *[(-1, "_")] * rank, *kept[at:]]
+    shape, values = operand_types[0].shape, operand_types[-1].shape
+    behind = read[len(read) - len(values) :]
+    return text_of([name if size == shape[dim] else "_" for size, (dim, name) in zip(values, behind, strict=True)])
+
+
+def _first_dim(indexed: list[int]) -> int:
+    """Where the dims of indices stand in what they read: in place of dims that are consecutive, otherwise first."""
+    return indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
+
+
+def _is_mask(kind: TensorType) -> bool:
+    return kind.dtype in {"bool", "uint8"}
 
 
 def _work_of_lookup(op: Op, operands: Types, results: Types) -> Work:

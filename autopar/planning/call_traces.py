@@ -19,7 +19,6 @@ from autopar.objects.attribute_owners import attributes_of, own_records
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
 from autopar.plan import Plan
 from autopar.planning.splitting import variant_like
-from autopar.program import Program
 from autopar.search import stages_of
 from autopar.trace import (
     LayerNeeds,
@@ -135,7 +134,8 @@ class CallTraces:
             finish: applied to what is traced.
         """
         self.reads = traced.reads
-        self._first: tuple[Program, Plan] = traced.program, plan
+        self._first = traced.program
+        self._needs = LayerNeeds(stages_of(traced.program, plan), count=max(1, len(plan.stages)))
         self.twin = on_meta(model)
         own_records(self.twin, model)  # its attributes are `set`
         self._known: dict[Mode, list[tuple[Settings, Traced]]] = {Mode(traced.program.training): [((), traced)]}
@@ -191,11 +191,11 @@ class CallTraces:
         with torch.autocast("cpu", enabled=False):  # which this may be called in
             traced = trace(
                 model, positional, named, training=mode.is_training, dtype=self._dtype, autocast=mode.autocast,
-                device_type=self._device_type, needs=LayerNeeds(stages_of(*self._first)),
+                device_type=self._device_type, needs=self._needs,
             )  # fmt: skip
         traced = replace(traced, questions=tuple(question.under(mode.part) for question in traced.questions))
         program = traced.program
-        program = without_loss(program) if mode.any_output else variant_like(program, self._first[0])
+        program = without_loss(program) if mode.any_output else variant_like(program, self._first)
         traced = replace(traced, program=program)
         requires_target = mode.is_training and not mode.any_output  # which a first run had
         if requires_target:

@@ -40,6 +40,7 @@ from autopar.errors import (
     ProfileError,
     TraceError,
 )
+from autopar.lower.communication.consensus import agree_tensors
 from autopar.lower.compat import make_mesh
 from autopar.lower.parameters import store
 from autopar.planning import mesh_cluster
@@ -155,6 +156,9 @@ def check_ranks_that_differ() -> None:
         permuted.linear.weight.copy_(torch.arange(64.0).view(8, 8).roll(rank, 0))
     with refused(MeshError, "different initial values of parameters or buffers: linear.weight of rank 1 differ"):
         parallelize(permuted, (X,))
+    pair = [("a", X), ("b", X + 1)][:: 1 - 2 * rank]
+    with refused(MeshError, "different tensors: b, a of rank 1 stand in another order than rank 0's"):
+        agree_tensors(None, lambda: pair, "tensors", "")
     torch.manual_seed(0)
     only = r"different arguments of parallelize: rank 1 has "  # what differs, and nothing else
     with refused(MeshError, only + r"constraints=\['zero=3'\], rank 0 has constraints=\[\]\. Pass"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -63,6 +64,24 @@ class Model(nn.Module):
         return (self.last(h if self.step.item() <= 2 else quantized) - x).square().mean()
 
 
+class Coupling(nn.Module):
+    """Moves the features that a mask chooses by what the others say, and then those others, as coupling flows do."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(16, 16), nn.Linear(8, 8)
+        self.register_buffer("mask", torch.arange(16) % 2 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 16] -> a scalar."""
+        y = self.first(x)
+        moved = y.clone()
+        moved[:, self.mask] = y[:, self.mask] * self.scale(y[:, ~self.mask]).exp()
+        return moved.square().mean() - self.scale(y[:, ~self.mask]).mean()
+
+
 def made() -> Model:
     torch.manual_seed(0)
     return Model()
@@ -88,6 +107,18 @@ def check_training(constraint: str) -> None:
     assert len(parallel.plans) == 3, [call.inputs for call in parallel.plans]
 
 
+def check_masks(constraint: str) -> None:
+    torch.manual_seed(0)
+    alone = Coupling()
+    parallel = parallelize(copy.deepcopy(alone), (X,), constraints=(constraint,))
+    torch.testing.assert_close(losses(parallel), losses(alone), rtol=1e-5, atol=1e-6)
+    assert len(parallel.plans) == 1
+    for model in (alone, parallel):
+        model.get_buffer("mask").logical_not_()
+    torch.testing.assert_close(losses(parallel), losses(alone), rtol=1e-5, atol=1e-6)
+    assert len(parallel.plans) == 2
+
+
 def check_other_buffers_on_a_rank() -> None:
     parallel = parallelize(made(), (X,), constraints=("data=2",))
     losses(parallel)
@@ -99,3 +130,7 @@ def check_other_buffers_on_a_rank() -> None:
 
 def test_training_is_that_of_one_device_through_all_branches() -> None:
     launch(2, *(partial(check_training, each) for each in CONSTRAINTS), check_other_buffers_on_a_rank)
+
+
+def test_masks_among_buffers_choose_features_as_on_one_device() -> None:
+    launch(2, *(partial(check_masks, each) for each in CONSTRAINTS))

@@ -154,6 +154,59 @@ def test_only_the_numbers_that_are_computed_with_are_constants() -> None:
     assert kinds == {("asked",): False, ("steps",): True}
 
 
+class Columns(Asking):
+    """Half of the features, as coupling flows choose them."""
+
+    def select(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.select(self.fc(x)) @ self.fc.weight[:4]
+
+
+class Behind(Columns):
+    def select(self, x: Tensor) -> Tensor:
+        return x[:, self.asked]
+
+
+class Inverse(Columns):
+    def select(self, x: Tensor) -> Tensor:
+        return x[..., ~self.asked]
+
+
+class InFront(Columns):
+    def select(self, x: Tensor) -> Tensor:
+        return x.t()[self.asked].t()
+
+
+class Places(Columns):
+    def select(self, x: Tensor) -> Tensor:
+        return x[:, self.asked.nonzero().squeeze(1)]
+
+
+class Where(Columns):
+    def select(self, x: Tensor) -> Tensor:
+        return x[:, torch.where(self.asked)[0]]
+
+
+@pytest.mark.parametrize("kind", [Behind, Inverse, InFront, Places, Where])
+def test_the_places_of_a_mask_among_buffers_are_constants(kind: type[Asking]) -> None:
+    mask = torch.arange(8) > 3
+    (question,) = traced(kind(mask)).questions
+    expected = (0, 1, 2, 3) if kind is Inverse else (4, 5, 6, 7)
+    assert (question.names, question.known, question.is_truth) == (("asked",), expected, False)
+    assert question.answer([~mask]) != question.known
+
+
+class MeanOfSelected(Asking):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).t()[self.asked].square().mean()
+
+
+def test_a_mean_over_a_mask_among_buffers_is_for_every_mask() -> None:
+    assert traced(MeanOfSelected(torch.arange(8) > 3)).questions == ()
+
+
 class OfInput(Asking):
     """The buffer was written to with what follows from the batch."""
 

@@ -100,8 +100,10 @@ def agree_tensors(
     by_rank = _all_gather(group, own)  # long texts, so ranks exchange them only here
     rank, others = next((rank, others) for rank, others in enumerate(by_rank) if others != by_rank[0])
     unlike = sorted({name for name, _ in {*others} ^ {*by_rank[0]}})
+    differ = "differ from" if unlike else "stand in another order than"
+    unlike = unlike or [name for (name, _), (first, _) in zip(others, by_rank[0], strict=True) if name != first]
     shown = ", ".join(unlike[:_SHOWN]) + (f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else "")
-    raise MeshError(f"ranks were given different {what}: {shown} of rank {rank} differ from rank 0's. {remedy}")
+    raise MeshError(f"ranks were given different {what}: {shown} of rank {rank} {differ} rank 0's. {remedy}")
 
 
 def _all_gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ModelError, PlanMismatchError
-from autopar.lower.autograd import version_of
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
@@ -32,6 +31,7 @@ from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.other_stages import empty_part, layout_of, note_holders
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
 from autopar.lower.run.stage_map import StageMap
+from autopar.objects.tensor_versions import version_of
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, reshard
 from autopar.plan import Plan
 from autopar.program import Program
@@ -85,7 +85,7 @@ class ParameterStore:
         path, _, last = name.rpartition(".")
         return module_tables(self.module.get_submodule(path)).parameters, last
 
-    def versions(self) -> list[int]:
+    def versions(self) -> list[int | None]:
         """How often each parameter has been written to; on each rank all, as that of another stage may be read.
 
         An optimizer that writes to a DTensor counts at that, and what writes to its local part counts there.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.objects.buffer_questions import BufferQuestion, questions_text, small_buffers
+from autopar.objects.tensor_versions import version_of
 
 __all__ = ["BufferAnswers"]
 
@@ -95,7 +96,7 @@ class _State:
         untyped: Any = buffer
         self._values = untyped.tolist() if is_compared else None  # which writes through .data change, too
         self._buffer = buffer
-        self._version = None if buffer.is_inference() else buffer._version
+        self._version = version_of(buffer)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _State):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ExampleInputsError
 from autopar.objects.attribute_owners import is_plain
+from autopar.objects.tensor_versions import is_unwritten, version_of
 from autopar.trace.calls.model_outputs import AssignedAttribute, add_to
 from autopar.trace.calls.structure import Structure, describe, move_leaves, rebuild
 from autopar.trace.module_attributes.attribute_reads import Reads
@@ -98,8 +99,7 @@ class AttributeWatch:
             if type(value) in (list, dict) and name not in _NEVER
         }
         self._state = {id(x) for x in (*model.parameters(), *model.buffers())}
-        # Tensors of inference mode count no versions; whether forward writes to them is not known.
-        self._versions = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
+        self._versions = [(buffer, version_of(buffer)) for buffer in model.buffers()]
         self._reads = reads
 
     def restore(self, first: int) -> Found:
@@ -167,7 +167,7 @@ class AttributeWatch:
 
     def _fixed(self) -> list[Tensor]:
         """The buffers that the forward has not written to."""
-        return [buffer for buffer, version in self._versions if buffer._version == version]
+        return [buffer for buffer, version in self._versions if is_unwritten(buffer, version)]
 
     def _set(self) -> Iterable[tuple[str, str, Any, Any]]:
         for path, own in self._owners.items():

@@ -41,12 +41,9 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
     (`copy_what_leaves`).
     """
     cone = step_cone(graph)
-    read = {name for op in graph.ops if op.results and cone.issuperset(op.results) for name in op.operands}
-    cone -= graph.read_at_end - read
-    groups = {
-        op.name: 0 if op.results and cone.issuperset(op.results) else place
-        for place, op in enumerate(graph.ops, start=1)
-    }
+    read = {name for op in _within(cone, graph) for name in op.operands}
+    hoistable = {op.name for op in _within(cone - (graph.read_at_end - read), graph)}
+    groups = {op.name: 0 if op.name in hoistable else place for place, op in enumerate(graph.ops, start=1)}
     merged = merge_equal_ops(graph, within=groups)
     hoisted = tuple(op for op in merged.ops if groups[op.name] == 0)
     results = (name for op in hoisted for name in op.results)
@@ -56,6 +53,10 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
         hoisted=hoisted,
         roles={**merged.roles, **dict.fromkeys(results, "constant")},
     )
+
+
+def _within(cone: frozenset[str], graph: Graph) -> list[Op]:
+    return [op for op in graph.ops if op.results and cone.issuperset(op.results)]
 
 
 def copy_what_leaves(graph: Graph) -> Graph:

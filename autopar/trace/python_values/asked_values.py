@@ -111,6 +111,14 @@ class AskedValues:
         computation = self.computation_of(x)
         return computation is not None and not computation.places
 
+    def follows_from_buffers(self, x: Tensor) -> bool:
+        """Whether `x` is one of the buffers that may be asked, or computed from them alone."""
+        recorder = torch_recording.recorder()
+        node = None if recorder is None else recorder.node_of(x)
+        if recorder is None or node is None:
+            return False
+        return buffer_computation(recorder, node, self._buffer_places) is not None
+
     @property
     def last_asked(self) -> frozenset[str]:
         """The lines to answer where a trace ends: that which asked last, or whose sizes it may have ended at."""
@@ -144,7 +152,9 @@ class AskedValues:
         if computation is None:
             recorder = torch_recording.recorder()
             node = None if recorder is None else recorder.node_of(x)
-            return None if are_places or node is None else self._answer_of_buffers(node, is_truth=is_truth)
+            if node is None:
+                return None
+            return self._answer_of_buffers(node, is_truth=is_truth, are_places=are_places, is_size=is_size)
         if computation.places and (x.is_floating_point() or x.is_complex()):
             return None
         where = user_line()
@@ -153,11 +163,7 @@ class AskedValues:
             self.sizes |= {where} if is_size else set()
             return None
         if are_places:
-            last = Operand(len(computation.places) + len(computation.steps) - 1)
-            if not computation.steps:
-                last = Operand(0)
-            step = ComputedOp("aten.nonzero.default", (last,))
-            computation = Computation(computation.places, (*computation.steps, step))
+            computation = _with_last(computation, "aten.nonzero.default")
         if not computation.places:  # the same in every call of these shapes
             with torch_internals.plain_tensors():
                 known = computation.known(())
@@ -191,8 +197,12 @@ class AskedValues:
         known = None if node is None else self._answer_of_buffers(node, is_truth=True)
         return None if known is None else bool(known.item())
 
-    def _answer_of_buffers(self, node: fx.Node, *, is_truth: bool) -> Tensor | None:
+    def _answer_of_buffers(
+        self, node: fx.Node, *, is_truth: bool, are_places: bool = False, is_size: bool = False
+    ) -> Tensor | None:
         """What a node gives in this call, if it follows from buffers alone and the line's questions are answered.
+
+        See `answer` for what is asked.
 
         Raises:
             UnansweredError: the buffers have no values here.
@@ -202,15 +212,16 @@ class AskedValues:
         if computation is None:
             return None
         where = user_line()
-        is_truth |= getattr(node.meta.get("val"), "dtype", None) == torch.bool
+        is_truth |= not are_places and getattr(node.meta.get("val"), "dtype", None) == torch.bool
         key = _TRUTH + where if is_truth else where
-        self.numbers |= set[str]() if is_truth else {where}
+        self.numbers |= set[str]() if is_truth or are_places else {where}
         if key not in self._answered:
             self.asked.append(key)
+            self.sizes |= {where} if is_size else set()
             return None
-        places, last = computation.places, Operand(len(computation.places) + len(computation.steps) - 1)
-        if is_truth:
-            computation = Computation(places, (*computation.steps, ComputedOp("operator.truth", (last,))))
+        places = computation.places
+        if is_truth or are_places:
+            computation = _with_last(computation, "aten.nonzero.default" if are_places else "operator.truth")
         values = [*self._buffers.values()]
         names = tuple(list(self._buffers)[place] for place in places)
         computation = Computation(tuple(range(len(places))), computation.steps)
@@ -238,6 +249,12 @@ class AskedValues:
         values = known.tolist()
         with torch_internals.plain_tensors():
             return plain(torch.tensor(values, dtype=known.dtype))
+
+
+def _with_last(computation: Computation, target: str) -> Computation:
+    """One more op, of what a computation gives."""
+    last = Operand(len(computation.places) + len(computation.steps) - 1)
+    return Computation(computation.places, (*computation.steps, ComputedOp(target, (last,))))
 
 
 class Questions(TorchFunctionMode):

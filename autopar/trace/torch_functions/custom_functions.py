@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
+from autopar.objects.tensor_versions import version_of
 from autopar.ops import LAUNCHING_NAMESPACE
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.foreign_kernels import forgetting_values, in_own_memory, launches_left_out
@@ -119,12 +120,12 @@ class _FunctionOp:
         return likes[0] if isinstance(made, Tensor) else likes
 
     def _apply(self, tensors: Sequence[Tensor]) -> Results:
-        versions = [x._version for x in tensors]
+        versions = list(map(version_of, tensors))
         args = torch_internals.unflatten(_filled(self.leaves, tensors), self.structure)
         with forgetting_values(tensors) as decisions:
             leaves, structure = torch_internals.flatten(torch_internals.apply_itself(self.function, *args))
         self.decides = self.decides or decisions.were_asked
-        if versions != [x._version for x in tensors]:
+        if versions != list(map(version_of, tensors)):
             raise TraceError(
                 f"{self.function.__qualname__}, a custom torch.autograd.Function, writes to its argument in place: "
                 "let it return a new tensor (work on x.clone(), without ctx.mark_dirty)"

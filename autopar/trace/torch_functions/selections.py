@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
+from autopar.objects.tensor_versions import version_of
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.compat.source_lines import user_line
 from autopar.trace.python_values.asked_values import AskedValues
@@ -58,7 +59,7 @@ class _Mask:
 
     copy: Tensor
     tensor: Tensor
-    version: int
+    version: int | None
     where: str
 
     def is_same(self, other: _Mask) -> bool:
@@ -176,21 +177,24 @@ def _select(questions: AskedValues, x: Any, index: Any) -> Selected | Tensor | N
     if torch_internals.has_known_values(mask):
         return x[mask.nonzero().unbind(1)]
     # What of results a mask selects, as in a loss, is other in every batch; which inputs there are is asked here.
-    is_asked = questions.computation_of(x) or questions.is_constant(mask)
+    is_asked = questions.computation_of(x) or questions.is_constant(mask) or questions.follows_from_buffers(mask)
     places = questions.answer(mask, are_places=True) if is_asked else None
     if places is not None:
         rest = x.shape[mask.dim() :]
         return x.reshape(-1, *rest).clone() if len(places) == mask.numel() else x[places.unbind(1)]
-    return Selected(x, _Mask(mask.clone(), mask, mask._version, user_line())).harmless()
+    return Selected(x, _Mask(mask.clone(), mask, version_of(mask), user_line())).harmless()
 
 
 def _select_behind(questions: AskedValues, x: Any, index: Any) -> Tensor | None:
-    """``x[..., mask]`` with a mask that is the same in all calls, such as one of what is off a diagonal, else None."""
+    """``x[..., mask]`` with a mask of constants, such as one of what is off a diagonal, or of buffers, else None."""
     indices: tuple[Any, ...] = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
     masks = [at for at, each in enumerate(indices) if isinstance(each, Tensor) and each.dtype == torch.bool]
-    if len(masks) != 1 or not isinstance(x, Tensor) or not questions.is_constant(indices[masks[0]]):
+    if len(masks) != 1 or not isinstance(x, Tensor):
         return None
-    places = questions.answer(indices[masks[0]], are_places=True, is_size=True)
+    mask = cast("Tensor", indices[masks[0]])
+    if not questions.is_constant(mask) and not questions.follows_from_buffers(mask):
+        return None
+    places = questions.answer(mask, are_places=True, is_size=True)
     return None if places is None else x[*indices[: masks[0]], *places.unbind(1), *indices[masks[0] + 1 :]]
 
 
@@ -203,7 +207,7 @@ def _write(x: Any, index: Any, value: Any) -> bool:
     if not isinstance(value, Selected):
         return False
     mask = _mask_of(x, index)
-    if mask is None or not value.mask.is_same(_Mask(mask, mask, mask._version, user_line())):
+    if mask is None or not value.mask.is_same(_Mask(mask, mask, version_of(mask), user_line())):
         _refuse("__setitem__", "of what another mask selects (use one mask tensor for both)", [value.mask])
     rest = x.shape[mask.dim() :]
     if value.num_rest > len(rest):
