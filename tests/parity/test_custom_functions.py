@@ -87,7 +87,32 @@ class Clipped(torch.autograd.Function):
         return gradients[0] * (1e-3 / norm).clamp(max=1.0)
 
 
-reverse = Reverse.apply  # as most models name it: bound before anything is traced
+class Doubled(Reverse):
+    """With an inherited forward, and a backward of its own."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return 2 * gradients[0], None
+
+
+class Apart(torch.autograd.Function):
+    """Forward and context in two functions."""
+
+    @staticmethod
+    def forward(x: Tensor, strength: float) -> Tensor:
+        return x * strength
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.strength = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.strength**2, None
+
+
+# As most models name them: bound before anything is traced.
+reverse, doubled, apart = Reverse.apply, Doubled.apply, Apart.apply
 
 
 class Network(nn.Module):
@@ -105,6 +130,8 @@ class Network(nn.Module):
 CALLS: dict[str, Callable[[Network, Tensor], Tensor]] = {
     "reverse": lambda _, x: Reverse.apply(x, 0.5),
     "bound": lambda _, x: reverse(x, 0.5),
+    "bound, inherited": lambda _, x: doubled(x, 0.5),
+    "bound, context apart": lambda _, x: apart(x, 0.5),
     "gelu": lambda _, x: BloomGelu.apply(x),
     "quantized": lambda net, x: Quantized.apply(x, net.up.weight.mT, None, 16)[0] @ net.up.weight.mT,
     "clipped": lambda _, x: Clipped.apply(x),

@@ -241,17 +241,15 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_function_module: Any = torch.autograd.function
-_BELOW: Any = _function_module._SingleLevelFunction  # where Function.apply goes, also one of a name made before a trace
 _APPLY = torch.autograd.Function.__dict__["apply"]
 _ITSELF: ContextVar[type | None] = ContextVar("itself", default=None)  # the function that `apply_itself` runs
 
 
-def apply_itself(function: type, *args: Any) -> Any:
-    """``function.apply(*args)``, also where `intercept_autograd_functions` would intercept it."""
+def apply_itself(function: type, *args: Any, **kwargs: Any) -> Any:
+    """``function.apply(*args, **kwargs)``, also where `intercept_autograd_functions` would intercept it."""
     token = _ITSELF.set(function)
     try:
-        return _APPLY.__get__(None, function)(*args)
+        return _APPLY.__get__(None, function)(*args, **kwargs)
     finally:
         _ITSELF.reset(token)
 
@@ -276,29 +274,51 @@ def intercept_autograd_functions(
         on_checkpoint()
         return original_frame(*args, **kwargs)
 
-    def applying(run: Callable[..., Any]) -> Any:
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if _ITSELF.get() is cls:
-                return run(cls, *args, **kwargs)
-            if cls is module.CheckpointFunction:
-                on_checkpoint()
-                run_function, _, *inputs = args
-                return run_function(*inputs)
-            trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args))
-            if trains and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
-                return call(cls, args)
-            return run(cls, *args, **kwargs)
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is module.CheckpointFunction and _ITSELF.get() is not cls:
+            on_checkpoint()
+            run_function, _, *inputs = args
+            return run_function(*inputs)
+        is_called = _ITSELF.get() is not cls and torch.is_grad_enabled() and _gets_gradient(args) and _is_custom(cls)
+        return call(cls, args) if is_called else apply_itself(cls, *args, **kwargs)
 
-        return classmethod(apply)
-
-    above = applying(lambda cls, *args, **kwargs: _APPLY.__get__(None, cls)(*args, **kwargs))
-    below = applying(lambda cls, *args, **kwargs: super(_BELOW, cls).apply(*args, **kwargs))
-    with (
-        patch.object(torch.autograd.Function, "apply", above),
-        patch.object(_BELOW, "apply", below),
-        patch.object(module, frames, frame),
-    ):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        patches.enter_context(patch.object(module, frames, frame))
+        for function, forward in _forwards_below(call):
+            patches.enter_context(patch.object(function, "forward", staticmethod(forward)))
         yield
+
+
+def _forwards_below(call: Callable[[type, tuple[Any, ...]], Any]) -> list[tuple[type, Callable[..., Any]]]:
+    """The forward of each custom autograd function, with `call` in its place where it runs without an apply that is
+    intercepted: by a name that was bound to ``function.apply`` before, which goes straight into torch's C++.
+    """
+
+    def below(cls: type, forward: Callable[..., Any], takes_context: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = args[1:] if takes_context else args
+            is_called = _ITSELF.get() is None and _gets_gradient(given)
+            return call(cls, given) if is_called else forward(*args, **kwargs)
+
+        return run
+
+    found: list[tuple[type, Callable[..., Any]]] = []
+    base: Any = torch.autograd.Function
+    functions: list[Any] = [base]
+    for each in functions:  # which grows
+        functions += each.__subclasses__()
+        if _is_custom(each):
+            found.append((each, below(each, each.forward, each.setup_context is base.setup_context)))
+    return found
+
+
+def _is_custom(function: type) -> bool:
+    return not function.__module__.startswith("torch.")
+
+
+def _gets_gradient(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args))
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
