@@ -59,6 +59,7 @@ from autopar.trace.torch_functions.packed_sequences import traced_packed_sequenc
 from autopar.trace.torch_functions.past_autograd import PastAutograd
 from autopar.trace.torch_functions.refused_functions import RefusedFunctions, refuse_backward_hooks, refused_seeds
 from autopar.trace.torch_functions.running_statistics import written_statistics
+from autopar.trace.torch_functions.selected_places import SelectedPlaces
 from autopar.trace.torch_functions.selections import Selections, refuse_output
 from autopar.trace.torch_functions.synced_norms import unsynced_norms
 from autopar.trace.torch_functions.written_functions import written_functions
@@ -155,6 +156,7 @@ class _Wrapper(nn.Module):
                 RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),
+                SelectedPlaces(self.questions, self.records.notes_once),
                 PastAutograd(training=self.training),
                 RefusedFunctions(training=self.training),
             ):
