@@ -426,6 +426,12 @@ def test_eager_experts_name_the_form_that_works() -> None:
     told = r"mixtral\.py:\d+: eager experts look up in Python .* model\.set_experts_implementation\('grouped_mm'\)"
     with pytest.raises(TraceError, match=told):
         trace(model, (), inputs)
+    type(model)._can_set_experts_implementation_cached_value = False  # as of models with one form only
+    try:
+        with pytest.raises(TraceError, match="MixtralForCausalLM has no other form of them"):
+            trace(model, (), inputs)
+    finally:
+        del type(model)._can_set_experts_implementation_cached_value
 
 
 class Sharing(nn.Module):

@@ -50,6 +50,7 @@ class Region:
         end: puts rows back in their order; its result is the region's.
         num_experts: how many.
         intermediates: the largest tensors between its ops, where they are larger than what it reads and makes.
+        onto: what `end` adds up rows onto, which the op doesn't read; empty if these are zeros.
     """
 
     ids: str
@@ -59,16 +60,21 @@ class Region:
     end: Op
     num_experts: int
     intermediates: tuple[TensorType, ...] = ()
+    onto: str = ""
 
-    def write(self, members: str) -> list[Op]:
-        """The op, and before it the numbers of all experts."""
+    def write(self, members: str, made: str) -> list[Op]:
+        """The op that makes `made`, before it the numbers of all experts, and behind it the sum with `onto`."""
         lists = tuple(tuple(map(Ref, self.lists[name])) for name in LISTS)
         all_experts = Op(
             members, "aten.arange.default", (self.num_experts,), (("dtype", "torch.int64"), ("device", "cpu")),
             (members,), source=self.end.source, module=self.end.module,
         )  # fmt: skip
         args = (Ref(self.ids), *lists, Ref(members), self.num_experts, self.body.text())
-        return [all_experts, replace(self.end, target=EXPERTS, args=args, kwargs=())]
+        experts = replace(self.end, target=EXPERTS, args=args, kwargs=())
+        if not self.onto:
+            return [all_experts, experts]
+        total = replace(self.end, target="aten.add.Tensor", args=(Ref(self.onto), Ref(made)), kwargs=())
+        return [all_experts, replace(experts, name=made, results=(made,)), total]
 
 
 def proven_body(graph: Graph, region: Region) -> Body | None:
@@ -79,7 +85,7 @@ def proven_body(graph: Graph, region: Region) -> Body | None:
             numbered.setdefault(name, f"n{len(numbered)}")
     key = (
         tuple((op.target, repr(op.reading(numbered).args), repr(op.reading(numbered).kwargs)) for op in region.ops),
-        region.body.text(), tuple(graph.types[name] for name in numbered),
+        region.body.text(), tuple(graph.types.get(name) for name in numbered),
     )  # fmt: skip
     if key not in _proven:
         try:
@@ -134,7 +140,7 @@ def _compare(graph: Graph, region: Region) -> Body | None:
 
 def _with_kept(graph: Graph, region: Region, width: InnerWidth) -> InnerWidth:
     """The width with what autograd keeps of it: what a slice keeps less than the whole."""
-    op = region.write("members")[1]
+    op = region.write("members", "made")[1]
     whole = [graph.types[name] for name in op.operands[:-1]] + [TensorType((region.num_experts,), "int64")]
     cut, first = list(whole), 1 + len(region.lists["reads"])
     for place, dim, _ in width.cuts:

@@ -10,6 +10,7 @@ gradients must agree, or the region stays as it is.  So is found whether it can 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,7 @@ __all__ = ["join_experts"]
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _SUMS = ("aten.sum.dim_IntList",)
 _ADDITIONS = ("aten.index_add.default", "aten.scatter_add.default")
+_WRITE = "aten.index_put.default"
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and of their order nothing depends on more
 
@@ -46,7 +48,9 @@ def join_experts(graph: Graph) -> Graph:
                 body = replace(body, groups=group_limit(graph, region.ids, region.num_experts))
                 members = names.fresh("members")
                 types[members] = TensorType((region.num_experts,), "int64")
-                replaced[region.end.name] = replace(region, body=body).write(members)
+                made = names.fresh("experts") if region.onto else region.end.results[0]
+                types[made] = graph.types[region.end.results[0]]
+                replaced[region.end.name] = replace(region, body=body).write(members, made)
                 taken.update(each.name for each in region.ops)
                 break
     if not replaced:
@@ -104,6 +108,7 @@ class _SortedRegion:
     inner: dict[str, str] = field(default_factory=dict[str, str])  # the model's name of a value -> the body's
     lists: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in LISTS})
     types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
+    sizes_of: tuple[str, ...] = ()  # what is filled with a number, and read by the end alone, has the sizes of
 
     @property
     def sort(self) -> Op:
@@ -119,11 +124,11 @@ class _SortedRegion:
         self.known = RowOrder.of(self.graph, self.place, self.num_experts, self.fewer)
         self.ops = list(self.known.ops)
         for op in self.graph.ops[self.place + 1 :]:
+            if self._is_start(op):
+                continue  # it reads sizes alone
             if any(name in self.inner for name in op.operands):
                 if self._is_end(op):
-                    return self._finish(op, op.operands[0])
-                if self._adds_up(op):
-                    return self._finish_sums(op)
+                    return self._finish_at(op)
                 if not self._row_op(op):
                     return None
             elif any(name in self.known.values for name in op.operands) and op.results[0] not in self.known.values:
@@ -149,6 +154,8 @@ class _SortedRegion:
 
     def _first_op(self, op: Op) -> bool:
         """Whether that is what rows read of outside, in their sorted order."""
+        if op.target == "aten.gather.default":
+            return self._first_gather(op)
         if op.target != "aten.index.Tensor" or len(op.operands) != 2 or op.args[1] != (Ref(op.operands[1]),):
             return False
         source, index = op.operands
@@ -156,6 +163,16 @@ class _SortedRegion:
             return False
         if self.known.kinds.get(index) == "sorted":
             return self._row_op(op)
+        return self._reads(op, source, index)
+
+    def _first_gather(self, op: Op) -> bool:
+        """Whether it takes whole rows: of the same entry in every column."""
+        source, index = op.operands
+        entries, places = self.graph.types[source].shape, self.graph.types[index].shape
+        takes_rows = len(entries) == 2 and op.args[1] in (0, -2) and entries[1:] == places[1:]
+        return takes_rows and source not in self.inner and self._reads(op, source, index)
+
+    def _reads(self, op: Op, source: str, index: str) -> bool:
         num_entries = self.graph.types[source].shape[0]
         if not num_entries or self.num_rows % num_entries or not self.known.are_places(index, num_entries):
             return False
@@ -206,6 +223,16 @@ class _SortedRegion:
         return self._outside("experts" if is_expert else "others", name)
 
     def _is_end(self, op: Op) -> bool:
+        """Whether rows are put back in their order, or added up by their tokens."""
+        return self._is_read_back(op) or self._is_written_back(op) or self._adds_up(op)
+
+    def _finish_at(self, end: Op) -> Region | None:
+        if self._is_read_back(end):
+            return self._finish(end, end.operands[0])
+        region = self._finish_from_zeros(end)
+        return region and self._with_sums(region, end) if self._adds_up(end) else region
+
+    def _is_read_back(self, op: Op) -> bool:
         return (
             op.target == "aten.index.Tensor"
             and op.operands[0] in self.inner
@@ -213,29 +240,55 @@ class _SortedRegion:
             and self.known.kinds.get(op.operands[1]) == "inverse"
         )
 
+    def _is_start(self, op: Op) -> bool:
+        """Whether the op fills what rows are then added or written to, and nothing else reads."""
+        if filled_with(op) is None or self.readers[op.results[0]] != 1:
+            return False
+        reader = _only_reader(self.graph, op, (*_ADDITIONS, _WRITE))
+        return reader is not None and reader.operands[0] == op.results[0]
+
+    def _is_written_back(self, op: Op) -> bool:
+        """Whether the op writes all rows to their places in another tensor, of which nothing is left."""
+        if op.target != _WRITE or len(op.operands) != 3 or any(op.args[3:]) or op.kwargs:
+            return False
+        start, places, rows = op.operands
+        types = self.graph.types
+        is_whole = rows in self.inner and types[start].shape == types[rows].shape
+        return is_whole and op.args[1] == (Ref(places),) and self.known.kinds.get(places) == "order"
+
     def _adds_up(self, op: Op) -> bool:
-        """Whether the op adds sorted rows up by their tokens, from zeros on."""
+        """Whether the op adds sorted rows up by their tokens, onto what doesn't depend on them."""
         if op.target not in _ADDITIONS or len(op.operands) != 3 or op.kwargs or op.args[1] != 0:
             return False
         start, places, rows = op.operands
         num_tokens = self.graph.types[op.results[0]].shape[0]
         is_of_tokens = num_tokens > 0 and self.num_rows % num_tokens == 0 and rows in self.inner
-        zeros = self.graph.producers.get(start)
-        made_of_zeros = zeros is not None and filled_with(zeros) == 0
-        return is_of_tokens and made_of_zeros and self.known.are_places(places, num_tokens)
+        return is_of_tokens and start not in self.inner and self.known.are_places(places, num_tokens)
 
-    def _finish_sums(self, end: Op) -> Region | None:
+    def _with_sums(self, region: Region, end: Op) -> Region:
+        """The region with what it adds up rows onto, and how many of each token."""
+        zeros = self.graph.producers.get(end.operands[0])
+        onto = "" if zeros is not None and filled_with(zeros) == 0 else end.operands[0]
+        num_tokens = self.graph.types[end.results[0]].shape[0]
+        return replace(region, onto=onto, body=replace(region.body, summed=self.num_rows // num_tokens))
+
+    def _finish_from_zeros(self, end: Op) -> Region | None:
+        """The region whose rows are added or written to zeros, without what the model's own tensor reads."""
         kind, start = self.graph.types[end.results[0]], end.operands[0]
-        zeros = Op(start, "aten.full.default", (kind.shape, 0), (("dtype", f"torch.{kind.dtype}"),), (start,))
-        self.ops.append(zeros)  # without what the model's own reads
-        region = self._finish(end, end.operands[2])
-        return region and replace(region, body=replace(region.body, summed=self.num_rows // kind.shape[0]))
+        name = f"{end.name}_zeros"
+        zeros = Op(name, "aten.full.default", (kind.shape, 0), (("dtype", f"torch.{kind.dtype}"),), (name,))
+        filled = self.graph.producers.get(start)
+        if filled is not None and self._is_start(filled):
+            self.sizes_of += filled.operands
+        self.ops.append(zeros)
+        return self._finish(end.reading({start: name}), end.operands[2])
 
     def _finish(self, end: Op, result: str) -> Region | None:
         ops = (*self.ops, end)
         inside = {name: 0 for op in self.ops for name in op.results if name in self.inner}
-        for name in (name for op in ops for name in op.operands if name in inside):
-            inside[name] += 1
+        for name in itertools.chain(self.sizes_of, *(op.operands for op in ops)):
+            if name in inside:
+                inside[name] += 1
         is_closed = all(count == self.readers[name] for name, count in inside.items())
         own = {IDS, ENDS, *self.inner.values(), *(f"{k}{i}" for k in LISTS for i in range(len(self.lists[k])))}
         is_complete = all(name in own for op in self.body for name in op.operands)

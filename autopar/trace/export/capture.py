@@ -59,6 +59,7 @@ from autopar.trace.torch_functions.packed_sequences import traced_packed_sequenc
 from autopar.trace.torch_functions.past_autograd import PastAutograd
 from autopar.trace.torch_functions.refused_functions import RefusedFunctions, refuse_backward_hooks, refused_seeds
 from autopar.trace.torch_functions.running_statistics import written_statistics
+from autopar.trace.torch_functions.selected_places import SelectedPlaces
 from autopar.trace.torch_functions.selections import Selections, refuse_output
 from autopar.trace.torch_functions.synced_norms import unsynced_norms
 from autopar.trace.torch_functions.written_functions import written_functions
@@ -155,6 +156,7 @@ class _Wrapper(nn.Module):
                 RepeatedCalls(self.records.outside.note),
                 Questions(self.questions),
                 Selections(self.questions),
+                SelectedPlaces(self.questions, self.records.notes_once),
                 PastAutograd(training=self.training),
                 RefusedFunctions(training=self.training),
             ):
@@ -393,6 +395,16 @@ def _unlogged() -> Generator[None]:
             logger.disabled = disabled
 
 
+def _other_experts(model: Any) -> str:
+    """What to do about experts that ask in Python."""
+    if getattr(model, "_can_set_experts_implementation", lambda: True)():
+        return "Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"
+    return (
+        f"{type(model).__name__} has no other form of them (it takes no set_experts_implementation): replace the "
+        "module of its experts by one that loops over all of them, or sorts rows for torch._grouped_mm"
+    )
+
+
 def _are_experts(chain: Sequence[BaseException]) -> bool:
     """Whether these were raised in experts: every model of transformers has a form of experts."""
     frames = (frame for error in chain for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -413,7 +425,7 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
         if getattr(config, "_experts_implementation", None) == "eager" and _are_experts(chain):
             return TraceError(
                 f"{where or 'the model'}: eager experts look up in Python which of them got tokens, so the model is "
-                "not one graph. Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"
+                f"not one graph. {_other_experts(model)}"
             )
         needs = ValueReadError(
             f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "

@@ -31,19 +31,19 @@ from autopar.trace.python_values.asked_values import AskedValues
 from autopar.trace.python_values.read_inputs import UnansweredError
 from autopar.trace.torch_functions.feature_order import put_rows
 
-__all__ = ["Selected", "Selections", "refuse_output"]
+__all__ = ["Mask", "Selected", "Selections", "refuse_output", "refuse_size"]
 
 _HARMLESS = 0.5  # in the domain, and away from the corners, of every op in `_BY_ELEMENT`
 _FINITE = frozenset({
     "add", "sub", "rsub", "mul", "neg", "square", "to", "float", "double", "half", "bfloat16", "clone", "detach",
-    "contiguous", "relu", "tanh", "sigmoid", "abs", "clamp", "linear", "radd", "rmul", "subtract",
-    "multiply", "negative",
+    "contiguous", "relu", "tanh", "sigmoid", "abs", "clamp", "linear", "dropout", "radd", "rmul", "subtract",
+    "multiply", "negative", "silu", "gelu", "elu", "leaky_relu", "softplus", "logsigmoid", "sin", "cos", "erf",
 })  # fmt: skip
 """Ops that are finite, and have finite slopes, wherever their operands are finite."""
 _BY_ELEMENT = _FINITE | {
     "log", "log2", "log10", "log1p", "exp", "expm1", "sqrt", "rsqrt", "reciprocal", "pow", "div", "truediv", "rtruediv",
-    "rdiv", "divide", "true_divide", "gelu", "silu", "softplus", "logsigmoid", "elu", "leaky_relu", "sin", "cos", "erf",
-    "sign", "clamp_min", "clamp_max", "minimum", "maximum", "eq", "ne", "lt", "le", "gt", "ge", "logical_not",
+    "rdiv", "divide", "true_divide", "sign", "clamp_min", "clamp_max", "minimum", "maximum", "eq", "ne", "lt", "le",
+    "gt", "ge", "logical_not",
 }  # fmt: skip
 _BY_ROW = frozenset({"linear", "layer_norm", "rms_norm", "softmax", "log_softmax", "logsumexp", "normalize", "norm"})
 """Those that read the last dim only, unless `dim` says another."""
@@ -54,7 +54,7 @@ _LOSSES = frozenset({
 
 
 @dataclass(frozen=True)
-class _Mask:
+class Mask:
     """What selects: a copy as it was, the tensor and its version to tell masks apart, and the user's line."""
 
     copy: Tensor
@@ -62,7 +62,7 @@ class _Mask:
     version: int | None
     where: str
 
-    def is_same(self, other: _Mask) -> bool:
+    def is_same(self, other: Mask) -> bool:
         """Whether both select the same for sure."""
         if self.tensor is other.tensor:
             return self.version == other.version
@@ -70,9 +70,9 @@ class _Mask:
 
 
 class Selected:
-    """What a mask selects of `values`, [selected, *rest] where the values are [*mask, *rest]."""
+    """What a mask selects of `values`, [selected, *rest] where these are [*mask, *rest]; dims of the mask may be 1."""
 
-    def __init__(self, values: Tensor, mask: _Mask) -> None:
+    def __init__(self, values: Tensor, mask: Mask) -> None:
         """`values` are finite where nothing is selected if they were harmless there."""
         self.values, self.mask = values, mask
 
@@ -80,6 +80,11 @@ class Selected:
     def num_rest(self) -> int:
         """How many dims each selected element has."""
         return self.values.dim() - self.mask.copy.dim()
+
+    @property
+    def whole(self) -> Tensor:
+        """The values with all dims of the mask."""
+        return self.values.expand(*self.mask.copy.shape, *self.values.shape[self.mask.copy.dim() :])
 
     def harmless(self) -> Selected:
         """The same, with a harmless number where nothing is selected."""
@@ -118,7 +123,7 @@ class Selected:
         method: Any = getattr(Tensor, name, None)
         if method is None:
             raise AttributeError(name)
-        return partial(_call_method, method, self) if callable(method) else _refuse(name, masks=[self.mask])
+        return partial(_call_method, method, self) if callable(method) else refuse_size(name, masks=[self.mask])
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +187,7 @@ def _select(questions: AskedValues, x: Any, index: Any) -> Selected | Tensor | N
     if places is not None:
         rest = x.shape[mask.dim() :]
         return x.reshape(-1, *rest).clone() if len(places) == mask.numel() else x[places.unbind(1)]
-    return Selected(x, _Mask(mask.clone(), mask, version_of(mask), user_line())).harmless()
+    return Selected(x, Mask(mask.clone(), mask, version_of(mask), user_line())).harmless()
 
 
 def _select_behind(questions: AskedValues, x: Any, index: Any) -> Tensor | None:
@@ -207,12 +212,12 @@ def _write(x: Any, index: Any, value: Any) -> bool:
     if not isinstance(value, Selected):
         return False
     mask = _mask_of(x, index)
-    if mask is None or not value.mask.is_same(_Mask(mask, mask, version_of(mask), user_line())):
-        _refuse("__setitem__", "of what another mask selects (use one mask tensor for both)", [value.mask])
+    if mask is None or not value.mask.is_same(Mask(mask, mask, version_of(mask), user_line())):
+        refuse_size("__setitem__", "of what another mask selects (use one mask tensor for both)", [value.mask])
     rest = x.shape[mask.dim() :]
     if value.num_rest > len(rest):
-        _refuse("__setitem__", "of fewer dims", [value.mask])
-    aligned = value.values.reshape(*mask.shape, *[1] * (len(rest) - value.num_rest), *value.values.shape[mask.dim() :])
+        refuse_size("__setitem__", "of fewer dims", [value.mask])
+    aligned = value.whole.reshape(*mask.shape, *[1] * (len(rest) - value.num_rest), *value.values.shape[mask.dim() :])
     chosen = mask.reshape(*mask.shape, *[1] * len(rest))
     x.copy_(torch.where(chosen, aligned.to(x.dtype), x))
     return True
@@ -245,7 +250,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     plain = name.strip("_")
     chosen = [x for x in (*args, *kwargs.values()) if isinstance(x, Selected)]
     if not chosen or any(not x.mask.is_same(chosen[0].mask) for x in chosen):
-        _refuse(
+        refuse_size(
             name, "together with what another mask selects (use one mask tensor for both)", [x.mask for x in chosen]
         )
     first = chosen[0]
@@ -262,17 +267,21 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if how == "none"
             else _reduce(terms, how)
             if how in ("mean", "sum")
-            else _refuse(name, masks=[first.mask])
+            else refuse_size(name, masks=[first.mask])
         )
     if plain in _BY_ROW and all(
         _is_of_rest(dim, first) for dim in (kwargs.get("dim", -1), *args[1:2]) if type(dim) is int
     ):
         return _apply(func, args, kwargs, is_finite=plain in _FINITE)
+    if plain == "unsqueeze" and args[0] is first and (*args[1:], *kwargs.values()) == (-1,):
+        return Selected(first.values.unsqueeze(-1), first.mask)
+    if plain == "chunk" and args[0] is first and (*args[2:], *kwargs.values()) == (-1,) and first.num_rest:
+        return tuple(Selected(part, first.mask) for part in first.values.chunk(args[1], -1))
     if plain in _BY_ELEMENT:
         args, kwargs = _with_rows(first, args, kwargs)
     rest = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > first.num_rest]
     if plain not in _BY_ELEMENT or rest or (name.endswith("_") and not name.startswith("_")):
-        _refuse(name, masks=[first.mask])
+        refuse_size(name, masks=[first.mask])
     return _apply(func, args, kwargs, is_finite=plain in _FINITE)
 
 
@@ -313,7 +322,7 @@ def _reduce(selected: Selected, how: str, dim: Any = None, keepdim: bool = False
         return selected.reduced(how, dim=0)
     if isinstance(dim, int) and _is_of_rest(dim, selected):
         return Selected(getattr(selected.values, how)(dim, keepdim, **kwargs), selected.mask)
-    return _refuse(how, masks=[selected.mask])
+    return refuse_size(how, masks=[selected.mask])
 
 
 def _cross_entropy(
@@ -322,16 +331,17 @@ def _cross_entropy(
 ) -> Any:  # fmt: skip
     """That of all, with the target to ignore where nothing is selected."""
     if not isinstance(logits, Selected) or not isinstance(target, Selected) or args or size_average is not None:
-        return _refuse("cross_entropy", "unless logits and targets are selected by one mask")
+        return refuse_size("cross_entropy", "unless logits and targets are selected by one mask")
     if logits.num_rest != 1 or target.num_rest or target.values.is_floating_point():
-        return _refuse("cross_entropy", "of more than rows of logits and class numbers")
-    rows = logits.values.reshape(-1, logits.values.shape[-1])
+        return refuse_size("cross_entropy", "of more than rows of logits and class numbers")
+    rows = logits.whole.reshape(-1, logits.values.shape[-1])
     classes = target.replaced(ignore_index).reshape(-1)
     result = functional.cross_entropy(rows, classes, weight, ignore_index=ignore_index, **kwargs)
-    return Selected(result.view(target.values.shape), target.mask) if kwargs.get("reduction") == "none" else result
+    return Selected(result.view(target.whole.shape), target.mask) if kwargs.get("reduction") == "none" else result
 
 
-def _refuse(name: str, more: str = "of what a boolean mask selects", masks: Sequence[_Mask] = ()) -> NoReturn:
+def refuse_size(name: str, more: str = "of what a boolean mask selects", masks: Sequence[Mask] = ()) -> NoReturn:
+    """Raise TraceError: `name` needs to know how much a mask selects."""
     raise UnansweredError(
         f"{user_line()}: {name} {more} needs a size that depends on values; what a mask selects can go through "
         "ops that work element by element or along its last dim, into a sum, a mean or a loss. Use fixed sizes and "
