@@ -29,6 +29,7 @@ from autopar.trace.calls.model_outputs import ModelOutputs
 from autopar.trace.calls.signature import CallForm, ComputedValues, call_form, make_flatten
 from autopar.trace.calls.structure import Dropped, Structure, carried, walk
 from autopar.trace.compat.foreign_kernels import launches_left_out
+from autopar.trace.compat.script_functions import scripts_run_op_by_op
 from autopar.trace.experts import expert_regions
 from autopar.trace.export.capture import Captured, capture
 from autopar.trace.export.conversion import convert
@@ -151,6 +152,7 @@ _NO_NEEDS = LayerNeeds()
 
 @on_host()
 @launches_left_out()
+@scripts_run_op_by_op()
 @collected_seldom()
 def trace(
     model: nn.Module,

@@ -252,6 +252,37 @@ def check_saving_what_was_loaded(folder: Path) -> None:
 FLAT, NESTED = Options(flatten_optimizer_state_dict=True), Options()
 
 
+def check_loading_another(source: tuple[str, ...], target: tuple[str, ...], change: Any) -> None:
+    """As a teacher gets the student's: ranks waited for each other to gather what one stage loaded."""
+    student, _ = begun(source, adamw, itself, seed=1)
+    teacher, _ = begun(target, adamw, itself)
+    teacher.load_state_dict(change(student.state_dict()))
+    torch.testing.assert_close(teacher.full_state_dict(), dict(net(1).state_dict()), rtol=0, atol=0)
+
+
+def check_copied_gradients() -> None:
+    """Of a part that begins within other memory, torch copied what it took for its storage."""
+    model, _ = begun(("data=2", "zero=3"), adamw, itself)
+    model(*batch(0)).backward()
+    for copied, parameter in zip(copy.deepcopy(list(model.parameters())), model.parameters(), strict=True):
+        if parameter.grad is None:
+            assert copied.grad is None
+        else:
+            assert copied.grad.placements == parameter.grad.placements
+            torch.testing.assert_close(copied.grad.to_local(), parameter.grad.to_local(), rtol=0, atol=0)
+
+
+def test_states_are_loaded_by_other_models() -> None:
+    sharded = ("data=2", "zero=3")
+    launch(
+        2,
+        partial(check_loading_another, sharded, PIPELINE, copy.copy),
+        partial(check_loading_another, sharded, PIPELINE, dict),
+        partial(check_loading_another, PIPELINE, sharded, copy.copy),
+        check_copied_gradients,
+    )
+
+
 def test_states_are_whole_with_stages() -> None:
     launch(
         2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,28 @@ def test_a_state_is_kept_and_loaded_again() -> None:
 
     for plan in plans(traced_model("gpt2")[2]):
         on_ranks("gpt2", plan, keep)
+
+
+def test_a_state_is_loaded_by_a_model_with_other_stages() -> None:
+    """Some ranks lacked entries of stages that were cut elsewhere, and others went on."""
+    model, _, traced = traced_model("gpt2")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    sharded, staged = plans(traced)
+    cut_elsewhere = with_stages(random_plan(traced.program, 1, 3, 2), 2, "1f1b", 2, random.Random(1))
+    assert staged.stages != cut_elsewhere.stages
+
+    def load(source: Plan, target: Plan, change: Any, communicator: Any) -> None:
+        student, teacher = (
+            build(each, traced, plan, communicator) for each, plan in ((model, source), (other, target))
+        )
+        teacher.load_state_dict(change(student.state_dict()))
+        assert_same_state(teacher.full_state_dict(), model.state_dict())
+
+    for target, change in ((cut_elsewhere, copy.deepcopy), (sharded, copy.copy)):
+        simulate(2, partial(load, staged, target, change))
 
 
 def test_the_whole_state_that_torch_gathers_has_all_stages() -> None:

@@ -27,6 +27,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         x = scale * self.norm(self.layers(x))
+        self.layers.largest = x.amax(1)
         return x, x.sum(1)
 
 
@@ -64,6 +65,8 @@ def test_a_submodule_runs_alone(is_training: bool, seed: int) -> None:
     def check(parallel: Any, single: Any, x: Tensor) -> None:
         found, expected = parallel.embed(x), single.embed(x)
         torch.testing.assert_close(found + 0, expected, rtol=1e-12, atol=1e-12)
+        kept = parallel.image.layers.largest + 0
+        torch.testing.assert_close(kept, single.image.layers.largest, rtol=1e-12, atol=1e-12)
         assert [call.part for call in parallel.plans].count("image") == 1
         if is_training:
             found.square().sum(0)[0].backward()

@@ -27,6 +27,7 @@ COMPAT = {
     "trace/compat/export_shortcuts.py",
     "trace/compat/flex_attention.py",
     "trace/compat/foreign_kernels.py",
+    "trace/compat/script_functions.py",
     "lower/compat.py",
     "lower/compiler.py",
 }

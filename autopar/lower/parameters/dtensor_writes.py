@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -235,14 +235,22 @@ def copy_deeply(call: FunctionCall) -> Any:
     Copies of tensors that share memory (tied parameters in a state dict) share memory, as on one device.
     """
     x, memo = call.args
-    if id(x) in memo or type(x) is not DTensor or not x.is_leaf:
-        return call.natively()
+    return call.natively() if id(x) in memo or not _has_part(x) else _copy_part(x, memo)
+
+
+def _has_part(x: Tensor) -> TypeGuard[DTensor]:
+    return type(x) is DTensor and x.is_leaf
+
+
+def _copy_part(x: DTensor, memo: dict[Any, Any]) -> DTensor:
     part = local_tensor(x)
     same = (storage_key(part), part.storage_offset(), tuple(x.shape), placements_of(x))
     copied: DTensor = memo.setdefault(same, x.detach().clone())
-    made = copied.detach().requires_grad_(x.requires_grad)
+    made: Any = copied.detach().requires_grad_(x.requires_grad)
     memo[id(x)] = made
-    if x.grad is not None:
-        made.grad = copy.deepcopy(x.grad, memo)
-    vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(x).items() if name != GATHERED_VIEW})
+    gradient = x.grad
+    if gradient is not None:  # copied here, as functions are torch's own inside of a rule
+        made.grad = _copy_part(gradient, memo) if _has_part(gradient) else copy.deepcopy(gradient, memo)
+    copies = {name: copy.deepcopy(value, memo) for name, value in vars(x).items() if name != GATHERED_VIEW}
+    made.__dict__ |= copies
     return made

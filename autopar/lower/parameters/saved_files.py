@@ -47,7 +47,13 @@ class StateDict(OrderedDict[str, Any]):
         # Not OrderedDict[str, Any](), which notes its type in an attribute that ``torch.load`` takes for unsafe.
         self._metadata: Any = getattr(source, "_metadata", None) if given else OrderedDict()
         self._whole: Callable[[], Any] | None = getattr(source, "_whole", whole)
-        self._prefix: str = getattr(source, "_prefix", prefix)
+        self.prefix: str = getattr(source, "prefix", prefix)
+
+    @property
+    def source(self) -> object:
+        """The module that has given it; None: it is gone."""
+        whole = None if self._whole is None else self._whole()
+        return getattr(whole, "__self__", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = type(self)(self)
@@ -60,7 +66,7 @@ class StateDict(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain dict with the same metadata, as of the original model."""
         whole = None if self._whole is None else self._whole()  # None: the module is gone, and DTensors save themselves
-        made: OrderedDict[str, Any] = OrderedDict(self if whole is None else whole(self, self._prefix))
+        made: OrderedDict[str, Any] = OrderedDict(self if whole is None else whole(self, self.prefix))
         vars(made)["_metadata"] = self._metadata
         return made.__reduce_ex__(protocol)
 

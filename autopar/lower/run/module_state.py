@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
-from autopar.lower.parameters.known_meshes import is_known, is_whole, read_whole
+from autopar.lower.parameters.known_meshes import is_known, is_of_stages, is_whole, read_whole
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
@@ -103,8 +103,12 @@ class ModuleState(WithoutWrappers):
             meet_for_file(calls, self.parameters(), is_needed=has_parts)
         if not has_parts:
             return _on_host(state, _storage_of, lambda _, x: local_tensor(x))
-        with self._together("torch.save of state_dict() {}"), torch.no_grad():
-            if not has_stages:
+        return self._gather_state(state, prefix, "torch.save of state_dict() {}")
+
+    def _gather_state(self, state: Mapping[str, Any], prefix: str, kind: str) -> dict[str, Any]:
+        """As `_whole_state`, where ranks have parts, to do what `kind` says."""
+        with self._together(kind), torch.no_grad():
+            if not self._executor.stages.is_pipeline:
                 return _on_host(
                     state,
                     _storage_of,
@@ -126,7 +130,7 @@ class ModuleState(WithoutWrappers):
             is_as_stored = isinstance(x, DTensor) and tuple(x.shape) == stored.shape and x.dtype == stored.dtype
             if self._executor.stages.group in stored.groups and not is_as_stored:
                 raise ModelError(
-                    f"{prefix + name} of a state_dict() that is about to be saved was replaced or removed, or has "
+                    f"{prefix + name} of a state_dict() that is saved or loaded was replaced or removed, or has "
                     "another dtype, and other pipeline stages can't know that: change what full_state_dict() gives"
                 )
 
@@ -189,12 +193,25 @@ class ModuleState(WithoutWrappers):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
 
-        Entries of parameters that other stages hold are passed over.  If there are whole tensors, every rank calls it.
+        Entries of parameters that other stages hold are passed over.  If there are whole tensors, or it is what another
+        parallel module's ``state_dict()`` has given, every rank calls it.
 
         Raises:
             MeshError: whole tensors differ between ranks.
         """
+        if isinstance(state_dict, StateDict):
+            source, prefix = state_dict.source, state_dict.prefix
+            if isinstance(source, ModuleState) and source._is_cut_otherwise(self):
+                kind = "load_state_dict {} of a state_dict() with other stages"
+                state_dict = source._gather_state(state_dict, prefix, kind)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _is_cut_otherwise(self, other: ModuleState) -> bool:
+        """Whether its ``state_dict()`` may lack what a rank of `other` loads: its stages are not those of `other`."""
+        mine, theirs = self._store.stored, other._store.stored
+        return self._executor.stages.is_pipeline and any(
+            name not in theirs or theirs[name].groups != stored.groups for name, stored in mine.items()
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """What torch calls, also where a module around this one loads its state."""
@@ -205,7 +222,7 @@ class ModuleState(WithoutWrappers):
     def _fit(self, state: dict[str, Any], prefix: str) -> None:
         """Put this rank's parts in the place of the entries of `state`, which is a copy."""
         group, stored = self._executor.stages.group, self._store.stored
-        given = {name: state[prefix + name] for name in stored if prefix + name in state}
+        given = {name: self._read_past_stages(state[prefix + name]) for name in stored if prefix + name in state}
         whole = [(name, _sample(x)) for name, x in given.items() if _has_values(x)]
         if whole:
             self._enter("load_state_dict {}", lambda: (None, whole))
@@ -217,6 +234,15 @@ class ModuleState(WithoutWrappers):
                     state[prefix + name] = fit_to_store(self._store, self._communicator, name, value)
             elif not whole or (value is not None and value.shape == own[name].shape):
                 state[prefix + name] = own[name]
+
+    def _read_past_stages(self, value: Any) -> Any:
+        """An entry that is sharded over ranks of several stages, whole: to read it takes all of them, and the ranks of
+        one stage load it.
+        """
+        if not self._executor.stages.is_pipeline or not isinstance(value, DTensor):
+            return value
+        is_shared = is_known(value) and not is_of_stages(value)
+        return read_whole(cast("DTensor", value.detach())).cpu() if is_shared else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         check_conversion(self, fn)

@@ -261,7 +261,7 @@ class ParallelModule(StepCalls):
         made = self._compute(executor, tensors, StepCall(kind, args, kwargs, part, autocast))
         form = executor.executable.unflatten_outputs
         outputs = form(made)
-        form.assign(self.get_submodule(part), made)
+        form.assign(self, made)  # a part is traced with the names of the whole model
         if calls is not None:
             calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs
