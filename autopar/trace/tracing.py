@@ -31,7 +31,7 @@ from autopar.trace.calls.structure import Dropped, Structure, carried, walk
 from autopar.trace.compat.foreign_kernels import launches_left_out
 from autopar.trace.compat.script_functions import scripts_run_op_by_op
 from autopar.trace.experts import expert_regions
-from autopar.trace.export.capture import Captured, capture
+from autopar.trace.export.capture import Captured, capture, communication_refused
 from autopar.trace.export.conversion import convert
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
@@ -373,11 +373,7 @@ def normalize(graph: Graph) -> Graph:
     check(graph)
     for op in graph.ops:
         if op.target.startswith(("_c10d_functional.", "c10d.", "c10d_functional.")):
-            raise TraceError(
-                f"{op.source}: the model calls torch.distributed ({op.target}) in its forward, as models for "
-                "DistributedDataParallel do. A parallelized model sees the whole batch, as one device does: leave "
-                "communication out, as where there is one process (sync_codebook=False and the like)"
-            )
+            raise communication_refused(op.source, op.target)
     for step in PASSES:
         made = step(graph)
         if made is not graph:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn import functional
 
 from autopar.errors import TraceError
 from autopar.trace import trace
@@ -24,7 +25,17 @@ class Centered(nn.Module):
         return (y - center).square().mean()
 
 
+class Averaged(Centered):
+    """By a collective that has gradients, which torch.export refuses with advice of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y - functional.all_reduce(y.mean(0))).square().mean()
+
+
 def check() -> None:
+    with pytest.raises(TraceError, match=r"test_collectives\.py:\d+: the model calls torch.distributed.*all_reduce"):
+        trace(Averaged(), (torch.randn(4, 8),), {})
     with pytest.raises(TraceError, match=r"test_collectives\.py:\d+: the model calls torch.distributed"):
         trace(Centered(), (torch.randn(4, 8),), {})
 

@@ -64,7 +64,7 @@ from autopar.trace.torch_functions.selections import Selections, refuse_output
 from autopar.trace.torch_functions.synced_norms import unsynced_norms
 from autopar.trace.torch_functions.written_functions import written_functions
 
-__all__ = ["WRAPPED", "Captured", "capture"]
+__all__ = ["WRAPPED", "Captured", "capture", "communication_refused"]
 
 _CHECKPOINTS = (
     "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
@@ -411,6 +411,18 @@ def _are_experts(chain: Sequence[BaseException]) -> bool:
     return any("Experts" in type(frame.f_locals.get("self")).__name__ for frame in frames)
 
 
+_COLLECTIVES = "torch.distributed.nn.functional."  # those with gradients, which torch.export refuses by name
+
+
+def communication_refused(where: str, call: str) -> TraceError:
+    """The error of a model that communicates by `call`."""
+    return TraceError(
+        f"{where}: the model calls torch.distributed ({call}) in its forward, as models for "
+        "DistributedDataParallel do. A parallelized model sees the whole batch, as one device does: leave "
+        "communication out, as where there is one process (sync_codebook=False and the like)"
+    )
+
+
 def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparError:
     """The error for what went wrong in export, with the user's own line."""
     chain = _chain(error)
@@ -439,6 +451,8 @@ def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparE
             f"{where or 'the model'}: a tensor on the meta device is no parameter and no buffer ({text}): register "
             "it with register_buffer, or make it in forward"
         )
+    if text.startswith(_COLLECTIVES):
+        return communication_refused(where or "the model", text.split(" ")[0])
     if where and not type(cause).__module__.startswith("torch."):
         return also_caught_as(ExampleInputsError, cause)(
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
