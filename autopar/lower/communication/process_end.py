@@ -16,8 +16,9 @@ import atexit
 import sys
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
+
+from autopar.lower.once import once
 
 __all__ = ["settle_gloo", "settle_gloo_at_exit"]
 
@@ -27,7 +28,7 @@ _LONGEST_INTERVAL_S = 0.05  # ten times Python's own: a program that sets more i
 _LIMIT_S = 10.0  # a thread that is ready to run gets a core sooner, even on a busy machine; what may follow is no hang
 
 
-@cache
+@once
 def settle_gloo_at_exit() -> None:
     """Call `settle_gloo` before Python ends."""
     atexit.register(settle_gloo)

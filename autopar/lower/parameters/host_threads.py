@@ -8,7 +8,6 @@ and write memory: with one thread a step of 1.1e9 parameters took 7.3 s on an H1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.host.cores import usable_cores
 from autopar.lower.compat import local_part_of
+from autopar.lower.once import once
 
 __all__ = ["host_threads", "widen_host_steps"]
 
@@ -32,7 +32,7 @@ def host_threads() -> int:
     return max(torch.get_num_threads(), usable_cores() // max(1, torch.accelerator.device_count()))
 
 
-@cache
+@once
 def widen_host_steps() -> None:
     """From now on optimizers update parallel parameters that are in the host's memory with `host_threads`."""
     register_optimizer_step_pre_hook(_widen)

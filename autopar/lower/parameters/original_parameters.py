@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import OptimizerError
+from autopar.lower.once import once
 
 __all__ = ["watch_optimizers"]
 
@@ -29,7 +29,7 @@ def watch_optimizers(parameters: Iterable[nn.Parameter]) -> None:
         weakref.finalize(parameter, _ORIGINALS.discard, id(parameter))
 
 
-@cache
+@once
 def _watch_steps() -> None:
     register_optimizer_step_post_hook(_check_step)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.lower.once import once
 
 __all__ = ["saved_on"]
 
@@ -30,7 +31,7 @@ def saved_on(x: Tensor, device_type: str) -> Tensor:
     return x
 
 
-@cache
+@once
 def _register() -> None:
     # Before 10, the priority of torch's own answer for the host's memory; loading is left to torch.
     torch.serialization.register_package(5, _location_of, lambda storage, location: None)

@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -27,6 +27,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import whole_copy
 from autopar.lower.compat import local_part_of, make_dtensor, native_functions
 from autopar.lower.kernels.random import generators_kept
+from autopar.lower.once import once
 from autopar.lower.parameters.dtensor_functions import begin_step, end_step
 from autopar.lower.parameters.function_calls import is_known_dtensor
 from autopar.lower.parameters.host_storage import HostCopies
@@ -138,7 +139,7 @@ _SWAPS: WeakKeyDictionary[Optimizer, list[_Swap]] = WeakKeyDictionary()  # of st
 _TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
 
 
-@cache
+@once
 def watch_steps() -> None:
     """From now on steps of optimizers on parameters of parallel modules are those of one device."""
     register_optimizer_step_pre_hook(_make_whole)

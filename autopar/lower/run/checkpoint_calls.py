@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.lower.communication.consensus import attempt, portable
 from autopar.lower.compat import leaves_of, map_leaves, state_calls_by
+from autopar.lower.once import once
 from autopar.lower.parameters.known_meshes import laid_as, stages_of
 from autopar.lower.parameters.optimizer_state import drop_elsewhere, own_optimizer_state, whole_optimizer_state
 from autopar.lower.parameters.other_stages import TensorForm, is_elsewhere, share_object
@@ -29,7 +29,7 @@ from autopar.placement import Axis
 __all__ = ["watch_state_calls"]
 
 
-@cache
+@once
 def watch_state_calls() -> None:
     """From now on torch's calls get and set the state of all pipeline stages."""
     state_calls_by({
