@@ -160,9 +160,11 @@ def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> 
         if all(map(math.isinf, least)):
             raise ConstraintError(_explain(program, layer, holders))
     if math.isinf(least[-1]):
+        most = len(program.layers)
+        fewer = f"with fewer stages, at most {most} here, or " if most > 1 else ""
         raise ConstraintError(
-            f"the {len(program.layers)} layers of this call can't be cut as the {len(stages)} stages of the plan "
-            "are: a stage would have none; train with fewer stages, such as 'pipeline=2'"
+            f"the {most} layers of this call can't be cut as the {len(stages)} stages of the plan are: a stage would "
+            f"have none; plan {fewer}without stages ('pipeline=1')"
         )
     return _first_layers(came, len(stages))
 

@@ -224,6 +224,14 @@ def test_layers_of_another_trace_go_where_their_parameters_are() -> None:
         plan_like(join(program, 2), program, trained, PRICES, EVALUATE)
 
 
+def test_a_call_of_too_few_layers_says_how_many_stages_there_could_be() -> None:
+    program = model(tied=True)
+    trained = run(program, "pipeline=2", "schedule=gpipe", "microbatches=2")
+    alone = replace(program, layers=program.layers[:1])  # what it reads is in both stages
+    with pytest.raises(ConstraintError, match=r"the 1 layers .* the 2 stages .*; plan without stages \('pipeline=1'\)"):
+        plan_like(alone, program, trained, PRICES, EVALUATE)
+
+
 def join(program: Program, index: int) -> Program:
     """The program with this layer and the next one as one, of a kind of its own."""
     first, second = program.layers[index : index + 2]
