@@ -457,6 +457,12 @@ def state_calls_by(runs: Mapping[str, Callable[..., Any]]) -> None:
         setattr(_state_dict, name, functools.update_wrapper(functools.partial(run, own), own))
 
 
+def give_state(module: nn.Module, hook: Callable[..., dict[str, Any] | None]) -> None:
+    """Have ``module.state_dict()`` give what ``hook(module, state, prefix, metadata)`` does, if that is not None."""
+    untyped: Any = module
+    untyped._register_state_dict_hook(hook)
+
+
 def is_exported() -> bool:
     """Whether torch.jit, torch.export or torch.onnx traces what runs now."""
     untyped: Any = torch

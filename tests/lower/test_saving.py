@@ -108,6 +108,24 @@ def test_a_state_is_kept_and_loaded_again() -> None:
         on_ranks("gpt2", plan, keep)
 
 
+@pytest.mark.parametrize(("name", "part"), [("gpt2", "transformer"), ("gpt2", "transformer.h.0"), ("llama", "lm_head")])
+def test_a_file_of_the_state_of_a_submodule_has_what_all_stages_hold(name: str, part: str) -> None:
+    """It was refused, or empty on ranks whose stage has nothing of the submodule.  Without stages each tensor of a
+    submodule is written whole by itself, which real processes only can do.
+    """
+    model, _, traced = traced_model(name)
+    expected: Any = model.get_submodule(part).state_dict()
+
+    def save(parallel: Any) -> None:
+        state = parallel.get_submodule(part).state_dict()
+        assert_same_state(reloaded(state), expected)
+        loaded = reloaded({"encoder": copy.deepcopy(state)})["encoder"]
+        assert_same_state(loaded, expected)
+        assert loaded._metadata == expected._metadata
+
+    on_ranks(name, plans(traced)[1], save)
+
+
 def test_a_state_is_loaded_by_a_model_with_other_stages() -> None:
     """Some ranks lacked entries of stages that were cut elsewhere, and others went on."""
     model, _, traced = traced_model("gpt2")

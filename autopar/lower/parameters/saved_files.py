@@ -40,14 +40,18 @@ SAVE_INSTEAD = (
 class StateDict(OrderedDict[str, Any]):
     """What ``state_dict()`` of a parallel module gives: DTensors.  In a file, it has whole tensors of all stages."""
 
-    def __init__(self, *given: Any, whole: Callable[[], Any] | None = None, prefix: str = "") -> None:
-        """`whole`: a weak reference to ``(state, prefix) -> entries``, those of a file, which every rank calls."""
+    def __init__(self, *given: Any, whole: Callable[[], Any] | None = None, prefix: str = "", part: str = "") -> None:
+        """`whole`: a weak reference to ``state -> entries``, those of a file, which every rank calls.
+
+        A name in the module is `part` and what follows `prefix` in its key: that of a submodule is ``"encoder."``.
+        """
         super().__init__(*given)
         source: Any = given[0] if given else None
         # Not OrderedDict[str, Any](), which notes its type in an attribute that ``torch.load`` takes for unsafe.
         self._metadata: Any = getattr(source, "_metadata", None) if given else OrderedDict()
         self._whole: Callable[[], Any] | None = getattr(source, "_whole", whole)
         self.prefix: str = getattr(source, "prefix", prefix)
+        self.part: str = getattr(source, "part", part)
 
     @property
     def source(self) -> object:
@@ -66,7 +70,7 @@ class StateDict(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain dict with the same metadata, as of the original model."""
         whole = None if self._whole is None else self._whole()  # None: the module is gone, and DTensors save themselves
-        made: OrderedDict[str, Any] = OrderedDict(self if whole is None else whole(self, self.prefix))
+        made: OrderedDict[str, Any] = OrderedDict(self if whole is None else whole(self))
         vars(made)["_metadata"] = self._metadata
         return made.__reduce_ex__(protocol)
 

@@ -93,7 +93,11 @@ class ModuleState(WithoutWrappers):
             notes[own] = SliceMetadata(notes[own])
         return state
 
-    def _whole_state(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def _state_of_part(self, part: str, state: Mapping[str, Any]) -> StateDict:
+        """`state`, that of the submodule `part`, as `state_dict` gives its own."""
+        return StateDict(state, whole=weakref.WeakMethod(self._whole_state), part=f"{part}.")
+
+    def _whole_state(self, state: StateDict) -> dict[str, Any]:
         """`state`, what `state_dict` has given, with whole tensors of all stages, on the host; every rank calls it,
         unless all tensors are whole.
         """
@@ -103,34 +107,36 @@ class ModuleState(WithoutWrappers):
             meet_for_file(calls, self.parameters(), is_needed=has_parts)
         if not has_parts:
             return _on_host(state, _storage_of, lambda _, x: local_tensor(x))
-        return self._gather_state(state, prefix, "torch.save of state_dict() {}")
+        return self._gather_state(state, "torch.save of state_dict() {}")
 
-    def _gather_state(self, state: Mapping[str, Any], prefix: str, kind: str) -> dict[str, Any]:
+    def _gather_state(self, state: StateDict, kind: str) -> dict[str, Any]:
         """As `_whole_state`, where ranks have parts, to do what `kind` says."""
+        prefix, part = state.prefix, state.part
+
+        def name_of(key: str) -> str:
+            return part + key.removeprefix(prefix)
+
         with self._together(kind), torch.no_grad():
             if not self._executor.stages.is_pipeline:
                 return _on_host(
-                    state,
-                    _storage_of,
-                    lambda name, x: read_whole(x) if is_known(x) else self._whole(name.removeprefix(prefix), x),
+                    state, _storage_of, lambda key, x: read_whole(x) if is_known(x) else self._whole(name_of(key), x)
                 )
-            names, first = state_names(self, self._store.stored), self._store.first_name
-            self._check_own({name: state.get(prefix + name) for name in names if name in self._store.stored}, prefix)
-            every = {name: state.get(name) for name in (*(prefix + name for name in names), *state)}
+            stored, first = self._store.stored, self._store.first_name
+            names = [name.removeprefix(part) for name in state_names(self, stored) if name.startswith(part)]
+            self._check_own({part + name: state.get(prefix + name) for name in names if part + name in stored})
+            every = {key: state.get(key) for key in (*(prefix + name for name in names), *state)}
             return _on_host(
-                every,
-                lambda name, _: first.get(name.removeprefix(prefix), name),
-                lambda name, x: self._whole(name.removeprefix(prefix), x),
+                every, lambda key, _: first.get(name_of(key), key), lambda key, x: self._whole(name_of(key), x)
             )
 
-    def _check_own(self, state: Mapping[str, Any], prefix: str) -> None:
+    def _check_own(self, state: Mapping[str, Any]) -> None:
         """Raise ModelError if an entry is not as stages share it, so that ranks would wait for each other."""
         for name, x in state.items():
             stored = self._store.stored[name]
             is_as_stored = isinstance(x, DTensor) and tuple(x.shape) == stored.shape and x.dtype == stored.dtype
             if self._executor.stages.group in stored.groups and not is_as_stored:
                 raise ModelError(
-                    f"{prefix + name} of a state_dict() that is saved or loaded was replaced or removed, or has "
+                    f"{name} of a state_dict() that is saved or loaded was replaced or removed, or has "
                     "another dtype, and other pipeline stages can't know that: change what full_state_dict() gives"
                 )
 
@@ -200,10 +206,10 @@ class ModuleState(WithoutWrappers):
             MeshError: whole tensors differ between ranks.
         """
         if isinstance(state_dict, StateDict):
-            source, prefix = state_dict.source, state_dict.prefix
+            source = state_dict.source
             if isinstance(source, ModuleState) and source._is_cut_otherwise(self):
                 kind = "load_state_dict {} of a state_dict() with other stages"
-                state_dict = source._gather_state(state_dict, prefix, kind)
+                state_dict = source._gather_state(state_dict, kind)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _is_cut_otherwise(self, other: ModuleState) -> bool:
@@ -279,7 +285,7 @@ class ModuleState(WithoutWrappers):
                 f"a parallelized {type(self).__name__} can't be pickled, as {self._changed_part!r} of the original is "
                 f"compiled or has a forward of its own, beside that of its class. To save its state, {SAVE_INSTEAD}"
             )
-        values = self._whole_state(self._own_state((), {}), "")
+        values = self._whole_state(self._own_state((), {}))
         original: Any = type(self).__bases__[0]
         return operator.getitem, ([copy_original(self, original, values, self._own_names)], 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import SubmoduleError
-from autopar.lower.compat import module_tables, not_compiled
+from autopar.lower.compat import give_state, module_tables, not_compiled
 from autopar.lower.parameters.other_stages import is_elsewhere
+from autopar.lower.parameters.saved_files import StateDict
 from autopar.lower.parameters.skeleton import named_parts
 from autopar.lower.run.generation import generation_methods
 
@@ -36,12 +38,12 @@ def save_own_parts(root: nn.Module) -> None:
 
     These are ordinary DTensors of the stage's ranks: torch.distributed.checkpoint saves each from its own ranks.
     """
-    for _, part in named_parts(root):
-        module: Any = part
-        module.register_state_dict_post_hook(_keep_own_parts)
+    for name, module in named_parts(root):
+        give_state(module, partial(_keep_own_parts, name))
 
 
-def _keep_own_parts(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
+def _keep_own_parts(part: str, module: Any, state: dict[str, Any], prefix: str, _: object) -> dict[str, Any] | None:
+    """The state to give; None: `state`, as it is now."""
     root: Any = module.__dict__.get("_parallel_root", lambda: module)()
     for name, parameter in module_tables(module).parameters.items():
         value = state.get(prefix + name)
@@ -49,6 +51,8 @@ def _keep_own_parts(module: Any, state: dict[str, Any], prefix: str, _: object) 
             del state[prefix + name]
         elif isinstance(value, DTensor) and value is not parameter and root is not None:
             state[prefix + name] = root._store.on_device_mesh(value)
+    is_asked_alone = part and not prefix and not isinstance(state, StateDict)
+    return root._state_of_part(part, state) if is_asked_alone and root is not None else None
 
 
 def _forward(name: str, kind: Any) -> Callable[..., Any]:
