@@ -53,6 +53,7 @@ from autopar.trace.torch_functions.custom_functions import call_as_op
 from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
+from autopar.trace.torch_functions.module_conversions import kept_modules
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
 from autopar.trace.torch_functions.named_devices import NamedDevices
 from autopar.trace.torch_functions.packed_sequences import traced_packed_sequences
@@ -340,6 +341,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(dense_flex_attention(partial(note, _FLEX_ATTENTION)))
                 for written in _WRITTEN_OTHERWISE:
                     patches.enter_context(written())
+                patches.enter_context(kept_modules(wrapper))
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(passed_checks(note, wrapper.questions.truth_of))
