@@ -126,6 +126,23 @@ def test_a_file_of_the_state_of_a_submodule_has_what_all_stages_hold(name: str, 
     on_ranks(name, plans(traced)[1], save)
 
 
+def test_a_submodule_loads_the_state_of_one_with_the_same_stages() -> None:
+    """As a copy that follows a model by averages does; ranks missed what other stages have."""
+
+    def load(parallel: Any) -> None:
+        follower = copy.deepcopy(parallel)
+        with torch.no_grad():
+            for parameter in follower.parameters():
+                parameter.add_(1)
+        encoder = follower.get_submodule("transformer")
+        encoder.load_state_dict(parallel.get_submodule("transformer").state_dict())
+        assert_same_state(follower.full_state_dict(), parallel.full_state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):  # on every rank
+            encoder.load_state_dict({"wpe.weight": parallel.full_state_dict()["transformer.wpe.weight"]})
+
+    on_ranks("gpt2", plans(traced_model("gpt2")[2])[1], load)
+
+
 def test_a_state_is_loaded_by_a_model_with_other_stages() -> None:
     """Some ranks lacked entries of stages that were cut elsewhere, and others went on."""
     model, _, traced = traced_model("gpt2")

@@ -33,7 +33,7 @@ from autopar.lower.run.original_copy import copy_original
 from autopar.lower.run.without_wrappers import WithoutWrappers
 from autopar.placement import Axis
 
-__all__ = ["ModuleState", "NamedInputs", "share_buffers"]
+__all__ = ["ModuleState", "NamedInputs", "is_plain_value", "share_buffers"]
 
 T = TypeVar("T")
 _SAMPLED = 4096  # values of a parameter in a whole state; reading as many from memory takes microseconds
@@ -229,7 +229,7 @@ class ModuleState(WithoutWrappers):
         """Put this rank's parts in the place of the entries of `state`, which is a copy."""
         group, stored = self._executor.stages.group, self._store.stored
         given = {name: self._read_past_stages(state[prefix + name]) for name in stored if prefix + name in state}
-        whole = [(name, _sample(x)) for name, x in given.items() if _has_values(x)]
+        whole = [(name, _sample(x)) for name, x in given.items() if is_plain_value(x)]
         if whole:
             self._enter("load_state_dict {}", lambda: (None, whole))
         own = dict(super().named_parameters(remove_duplicate=False))
@@ -350,7 +350,7 @@ def share_buffers(module: nn.Module, executable: Executable, communicator: Commu
     return share
 
 
-def _has_values(x: object) -> bool:
+def is_plain_value(x: object) -> bool:
     """Whether it is a plain tensor, which is to be the same on every rank."""
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta
 

@@ -18,6 +18,7 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.saved_files import StateDict
 from autopar.lower.parameters.skeleton import named_parts
 from autopar.lower.run.generation import generation_methods
+from autopar.lower.run.module_state import is_plain_value
 
 __all__ = ["bind_submodules", "save_own_parts"]
 
@@ -34,12 +35,16 @@ def bind_submodules(root: nn.Module) -> None:
 
 
 def save_own_parts(root: nn.Module) -> None:
-    """Have ``state_dict()`` of `root` and of its submodules give what this rank's pipeline stages have.
+    """Have ``state_dict()`` of `root` and of its submodules give what this rank's pipeline stages have, and submodules
+    load that.
 
     These are ordinary DTensors of the stage's ranks: torch.distributed.checkpoint saves each from its own ranks.
     """
     for name, module in named_parts(root):
         give_state(module, partial(_keep_own_parts, name))
+        if name:
+            untyped: Any = module
+            untyped.register_load_state_dict_pre_hook(_pass_over_stages)
 
 
 def _keep_own_parts(part: str, module: Any, state: dict[str, Any], prefix: str, _: object) -> dict[str, Any] | None:
@@ -53,6 +58,13 @@ def _keep_own_parts(part: str, module: Any, state: dict[str, Any], prefix: str, 
             state[prefix + name] = root._store.on_device_mesh(value)
     is_asked_alone = part and not prefix and not isinstance(state, StateDict)
     return root._state_of_part(part, state) if is_asked_alone and root is not None else None
+
+
+def _pass_over_stages(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a submodule alone loads parts: entries of other stages, which are not among them, stay as they are."""
+    own = {} if prefix else dict(module.named_parameters(remove_duplicate=False))
+    if not any(is_plain_value(state.get(name)) for name in own):
+        state.update({name: x for name, x in own.items() if is_elsewhere(x) and name not in state})
 
 
 def _forward(name: str, kind: Any) -> Callable[..., Any]:
