@@ -47,12 +47,14 @@ class _Walk:
     Attributes:
         ends: the gradients that are asked for, as far as they have arrived.
         waiting: by node, the gradients of its results.
+        owners: by node, what keeps it alive until it has run, where Python can't (`torch_internals.keeps_nodes`).
     """
 
     def __init__(self, ends: Sequence[_Edge]) -> None:
         self._places = {edge: index for index, edge in enumerate(ends)}
         self.ends: list[Tensor | None] = [None] * len(ends)
         self.waiting: dict[Node, list[Tensor | None]] = {}
+        self.owners: dict[Node, object] = {}
 
     def give(self, node: Node, number: int, gradient: Tensor) -> None:
         """A gradient arrives at this result of a node: it gets the result's shape and dtype, and is added up."""
@@ -75,11 +77,14 @@ class _Walk:
         gradients = self.waiting.pop(node)
         edges = node.next_functions
         made = _run(node, gradients)
+        owner = None if torch_internals.keeps_nodes() else (node, self.owners.pop(node, None))
         del node, gradients
         for index, (following, number) in enumerate(edges):
             gradient = made[index] if index < len(made) else None
             made[index : index + 1] = [None]
             if following is not None and gradient is not None and not _is_leaf(following):
+                if owner is not None and isinstance(following, torch.autograd.function.BackwardCFunction):
+                    self.owners[following] = owner
                 self.give(following, number, gradient)
 
     def _sum(self, buffer: list[Tensor | None], number: int, gradient: Tensor) -> Tensor:

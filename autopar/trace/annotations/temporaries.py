@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from autopar.trace.annotations.backward_nodes import gradients_by_hand
 from autopar.trace.compat import torch_internals
@@ -88,7 +87,7 @@ def backward_temporaries(count: AllocationCount, operands: Sequence[Tensor], res
         The most bytes besides what was there before and the gradients of `operands`.
     """
     leaves = [x for x in operands if x.requires_grad]
-    roots = [cast("tuple[Node, int]", (x.grad_fn, x.output_nr)) for x in results if x.requires_grad]
+    roots = [torch_internals.edge_of(x) for x in results if x.requires_grad]
     if not roots or not leaves:
         return 0
     arriving = [torch.empty_like(x) for x in results if x.requires_grad]

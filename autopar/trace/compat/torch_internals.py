@@ -236,6 +236,20 @@ def has_storage(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def keeps_nodes() -> bool:
+    """Whether a reference in Python keeps the node of a custom function; before torch 2.13 what led to it had to."""
+    untyped: Any = torch.__version__  # a str that compares with tuples
+    return untyped >= (2, 13)
+
+
+def edge_of(x: Tensor) -> tuple[Any, int]:
+    """The node that made `x` and the number of `x` among its results; the node is kept without `x`, too."""
+    if not keeps_nodes() and isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction):
+        with torch.enable_grad():
+            x = x.view_as(x)
+    return x.grad_fn, x.output_nr
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, fake ones included, while it lives."""
     return tensor.untyped_storage()._cdata
