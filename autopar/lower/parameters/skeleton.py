@@ -8,12 +8,12 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from types import MethodType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import accumulation_hooks_on, hooks_on, module_tables
 from autopar.objects.compiled_modules import CompiledPart, is_compiled
+from autopar.objects.module_conversions import first_conversion
 from autopar.objects.references import redirect, refers
 
 __all__ = [
@@ -29,14 +29,14 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Raise PlanMismatchError if ``half()``, ``to()`` or the like, which call `fn`, would give a tensor of `module`
     another dtype or device than the plan was made for.
     """
-    for dtype, device in dict.fromkeys((x.dtype, x.device) for x in (*module.parameters(), *module.buffers())):
-        made = fn(torch.zeros(1, dtype=dtype, device=device))
-        if (made.dtype, made.device) != (dtype, device):
-            raise PlanMismatchError(
-                f"the plan was made for {dtype} on {device}: converting parameters or buffers to {made.dtype} on "
-                f"{made.device} would not change the program that runs. Convert the model before "
-                "autopar.parallelize; to compute in another dtype than parameters have, pass it precision='bf16'"
-            )
+    conversion = first_conversion(module, fn)
+    if conversion is not None:
+        before, after = conversion
+        raise PlanMismatchError(
+            f"the plan was made for {before}: converting parameters or buffers to {after} would not change the program "
+            "that runs. Convert the model before autopar.parallelize; to compute in another dtype than parameters "
+            "have, pass it precision='bf16'"
+        )
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

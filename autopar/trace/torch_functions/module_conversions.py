@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.objects.module_conversions import first_conversion
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.source_lines import user_line
 
@@ -34,15 +34,15 @@ def kept_modules(model: nn.Module) -> Generator[None]:
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         if id(module) not in own:
             return original(module, fn, *args, **kwargs)
-        for dtype, device in dict.fromkeys((x.dtype, x.device) for x in (*module.parameters(), *module.buffers())):
-            with torch_internals.plain_tensors():
-                made = fn(torch.zeros(1, dtype=dtype, device=device))
-            if (made.dtype, made.device) != (dtype, device):
-                raise TraceError(
-                    f"{user_line()}: forward converts {type(module).__name__} from {dtype} on {device} to {made.dtype} "
-                    f"on {made.device}, but parameters stay as they are while a program runs: convert the model before "
-                    "it is parallelized, or the tensors that this module gets and gives"
-                )
+        with torch_internals.plain_tensors():
+            conversion = first_conversion(module, fn)
+        if conversion is not None:
+            before, after = conversion
+            raise TraceError(
+                f"{user_line()}: forward converts {type(module).__name__} from {before} to {after}, but parameters "
+                "stay as they are while a program runs: convert the model before it is parallelized, or the tensors "
+                "that this module gets and gives"
+            )
         return module
 
     with patch.object(nn.Module, "_apply", apply):
