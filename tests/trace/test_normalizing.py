@@ -340,6 +340,20 @@ def test_a_trained_bias_is_masked_once_for_all_samples():
     assert all(constant.shape[0] == 1 or constant.ndim < 4 for constant in traced.constants.values())
 
 
+def test_a_mask_that_scores_are_added_to_is_not_computed_for_each_sample():
+    """As eager attention adds it: where it is expanded and then chosen by, one sample's stands for all."""
+
+    def function(h, y):
+        q, row = h.view(4, 1, 8, 1), torch.arange(8)
+        seen = (row[:, None] >= row[None, :]).expand(4, 1, 8, 8)
+        scores = q @ q.transpose(2, 3) + torch.where(seen, 0.0, -1e9)
+        return scores.softmax(-1) @ q
+
+    traced = run(function)
+    (constant,) = traced.constants.values()
+    assert constant.shape[:-2].numel() == 1
+
+
 def test_bits_are_no_mask():
     """``x & 1`` is not x, although 1 is true."""
     one = torch.ones(8, dtype=torch.int64)

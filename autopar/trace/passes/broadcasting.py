@@ -95,7 +95,6 @@ class _Delayed:
         self.graph = graph
         self.types: dict[str, TensorType] = {}
         self._names = Names(graph)
-        self._cone = constant_cone(graph)
         self._live = differentiable(graph)
         self._sources: dict[str, str] = {}  # an expanded value -> the value that it repeats
 
@@ -107,7 +106,7 @@ class _Delayed:
             return None
         if op.target == ATTENTION:
             return self._with_small_mask(op)
-        if not is_elementwise(op) or self._cone.issuperset(op.results):
+        if not is_elementwise(op):
             return None
         names = {name: self._sources[name] for name in op.operands if name in self._sources}
         shape = broadcast_shape([self._type_of(names.get(name, name)).shape for name in op.operands])
