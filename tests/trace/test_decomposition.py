@@ -24,7 +24,7 @@ class Shifted(nn.Module):
 @pytest.mark.slow
 def test_ops_of_one_kind_become_the_same(monkeypatch):
     models.skip_before_transformers_5("masks are made by vmap, and such programs are decomposed as a whole")
-    model, inputs = models.make("gpt2")
+    model, inputs = models.make_gpt2(layers=4)
     sizes = []
     whole = torch_internals.run_decompositions
     monkeypatch.setattr(
@@ -72,11 +72,13 @@ def test_views_are_what_torch_makes_of_them(monkeypatch):
 
 
 class Filled(nn.Module):
-    """Tensors that are made and written to, as they are and through views; or through one of several."""
+    """Tensors that are made and written to, as they are and through views; or through one of several, or through what
+    a composite op gives of another tensor's memory.
+    """
 
-    def __init__(self, writes_to_part):
+    def __init__(self, writes_to):
         super().__init__()
-        self.writes_to_part = writes_to_part
+        self.writes_to = writes_to
 
     def forward(self, x):
         """A number from [batch, width]."""
@@ -89,30 +91,38 @@ class Filled(nn.Module):
             halves[:, x.shape[1] // 2 :].mul_(2).add_(1)
             shares = x.exp()
             shares /= shares.reshape(-1).sum() + 1
-            x = halves[inverse] + x.cos() + shares
+            mixed = nn.functional.linear(x[None], x)[0]
+            mixed += shares.sin()
+            x = halves[inverse] + x.cos() + shares + mixed.sum()
         seen = (x * 3).reshape(-1)
         before = seen.sum()
         seen.add_(1)
         first, second = (x * 2).chunk(2)
-        if self.writes_to_part:
+        if self.writes_to == "part":
             first.add_(1)
+        doubled = x * 2
+        turned = nn.functional.alpha_dropout(doubled, training=False)
+        if self.writes_to == "memory of another":
+            turned += 1
+            return before + seen.prod() + (first * second).sum() + doubled.prod()
         return before + seen.prod() + (first * second).sum()
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("writes_to_part", [False, True])
-def test_ops_that_write_to_a_tensor_of_their_own_are_decomposed_together(writes_to_part, monkeypatch):
+@pytest.mark.parametrize("writes_to", ["own", "part", "memory of another"])
+def test_ops_that_write_to_a_tensor_of_their_own_are_decomposed_together(writes_to, monkeypatch):
     x, sizes = models.tokens(4, 4, 8).double(), []
     whole = torch_internals.run_decompositions
     monkeypatch.setattr(
         torch_internals, "run_decompositions", lambda each: sizes.append(len(each.graph.nodes)) or whole(each)
     )
-    by_unit = trace(Filled(writes_to_part), (x,), {}).program
+    by_unit = trace(Filled(writes_to), (x,), {}).program
     monkeypatch.setattr(decomposition, "_units", lambda exported: {})
-    at_once = trace(Filled(writes_to_part), (x,), {}).program
+    at_once = trace(Filled(writes_to), (x,), {}).program
     numbers = {}
     assert computed(by_unit, numbers) == computed(at_once, numbers)
-    assert (sizes[0] < sizes[1]) == (not writes_to_part), "of several results only torch knows what they share"
+    one_of_each = len(sizes) == 2 and sizes[0] < sizes[1]
+    assert one_of_each == (writes_to == "own"), "of other results only torch knows what they share"
 
 
 def computed(program, numbers):

@@ -52,6 +52,7 @@ from autopar.trace.torch_functions.ctc_loss import traced_ctc_losses
 from autopar.trace.torch_functions.custom_functions import call_as_op
 from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
+from autopar.trace.torch_functions.inactive_dropout import InactiveDropout
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.module_conversions import kept_modules
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
@@ -160,6 +161,7 @@ class _Wrapper(nn.Module):
                 SelectedPlaces(self.questions, self.records.notes_once),
                 PastAutograd(training=self.training),
                 RefusedFunctions(training=self.training),
+                InactiveDropout(),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
                 if self.is_second:

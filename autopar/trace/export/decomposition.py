@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.export.canonical_texts import canonical_text
+from autopar.trace.export.hidden_views import refuse_writes_to_hidden_views
 from autopar.trace.export.own_writes import group_writes
 
 __all__ = ["CHECKS", "Functional", "decompose"]
@@ -107,8 +108,12 @@ def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole.
 
     Numbers of tensors that only torch's checks of them read are gone, in `exported` as well.
+
+    Raises:
+        TraceError: something is written where that can't be followed.
     """
     _drop_checked_numbers(exported.graph)
+    refuse_writes_to_hidden_views(exported.graph)
     units = _units(exported)
     keys = {last: unit.key for last, unit in units.items()}
     kinds = {keys[last]: unit for last, unit in reversed(units.items())}

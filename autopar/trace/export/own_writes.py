@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-from autopar.trace.compat import torch_internals, torch_recording
+from autopar.trace.compat import torch_internals
 
 __all__ = ["group_writes"]
 
@@ -42,7 +42,7 @@ def _maker(op: fx.Node) -> fx.Node | None:
         if not isinstance(source, fx.Node) or not torch_internals.is_plain_op(source.target):
             return None
         op = source
-    return None if torch_recording.is_composite(str(op.target)) else op
+    return op
 
 
 def _group(places: Mapping[fx.Node, int], maker: fx.Node) -> tuple[fx.Node, ...]:
