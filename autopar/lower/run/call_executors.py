@@ -264,7 +264,7 @@ class CallExecutors:
         _LOGGER.warning(
             "calls came with inputs of more than %d forms, each of which is planned when it comes (%.1f s on average): "
             "the plans that were used least recently are dropped, and made again when such a call comes. Pad lengths, "
-            "or scale images, to fewer sizes", MOST_FORMS, mean_s,
+            "or scale images, to fewer sizes; pass numbers that differ in every call as tensors", MOST_FORMS, mean_s,
         )  # fmt: skip
 
     def _mode(self, is_training: bool) -> bool:
