@@ -18,7 +18,7 @@ from autopar.errors import ExampleInputsError, InputShapeError, ModelError, Outp
 from autopar.planning.call_traces import trace_model
 from autopar.trace import default_example_inputs, trace
 from tests import models
-from tests.trace.interpreter import interpret
+from tests.trace.interpreter import check_equals_model, interpret
 
 X = torch.randn(4, 8)
 
@@ -390,6 +390,25 @@ def test_a_model_that_cannot_be_copied():
     traced = trace(model, (X,), {})
     assert torch.allclose(interpret(traced, model, [X])[0][0], model(X))
     assert traced.program.aliases == {"tied.weight": "linear.weight", "tied.bias": "linear.bias"}
+
+
+class Wrapped(nn.Module):
+    """A network under two names, whose batch statistics forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.encoder = nn.ModuleDict({"net": self.net})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder["net"](x).sin().sum()
+
+
+def test_buffers_under_two_names_are_updated_once() -> None:
+    traced = check_equals_model(Wrapped(), {"x": torch.randn(4, 8)})
+    assert {traced.program.parameters[name] for name in traced.program.updates} == {
+        "net.1.running_mean", "net.1.running_var", "net.1.num_batches_tracked",
+    }  # fmt: skip
 
 
 def test_checkpointed_blocks_are_traced_through():

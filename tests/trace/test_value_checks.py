@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from autopar.errors import ExampleInputsError, TraceError
 from autopar.trace import trace
+from tests.trace.interpreter import check_equals_model
 
 X, Y = torch.randn(6, 8), torch.randint(4, (6,))
 
@@ -196,3 +197,38 @@ def test_branches_that_do_more_than_log_are_refused(model):
     model.names = ["a", "b"]
     with pytest.raises(TraceError, match="so the model is not one graph"):
         trace(model, (X,), {})
+
+
+class Masked(Classes):
+    """Asks before each write whether a mask is true anywhere."""
+
+    def forward(self, x):
+        y = self.linear(x) * 1
+        small, large = y < -0.5, (y > 0.5).any(-1)
+        if small.any():
+            y[small] = float("-1")
+            y = y.masked_fill(small, -2.0)
+        if torch.any(large):
+            y[:, 1:][large] = 0
+            y[:, 0].masked_fill_(large, 3)
+        return y.sin().sum()
+
+
+@pytest.mark.parametrize("scale", [0.0, 5.0])
+def test_writes_where_a_mask_is_true_need_no_question(scale):
+    traced = check_equals_model(Masked(), {"x": X * scale})
+    assert not any("left out" in note for note in traced.program.notes)
+
+
+class OtherwiseMasked(Classes):
+    def forward(self, x):
+        y = self.linear(x)
+        small = y < -0.5
+        if small.any():
+            y = y.masked_fill(small, 0.0) + 1
+        return y.sum()
+
+
+def test_what_more_than_a_mask_decides_stays_an_error():
+    with pytest.raises(TraceError, match=r"test_value_checks\.py:\d+: .*value of a tensor"):
+        trace(OtherwiseMasked(), (X,), {})

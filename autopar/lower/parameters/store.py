@@ -36,7 +36,7 @@ from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, res
 from autopar.plan import Plan
 from autopar.program import Program
 
-__all__ = ["ParameterStore", "Stored", "local_part", "make_store", "storage_layouts"]
+__all__ = ["ParameterStore", "Stored", "local_part", "make_store", "storage_layouts", "written_member"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,13 @@ class ParameterStore:
         return [self.slot(name) for name in self.stored]
 
     def buffer(self, name: str) -> Tensor:
-        """The buffer as it is registered now."""
-        return self.module.get_buffer(name)
+        """The buffer as it is registered now, or the parameter that a forward writes to as to a buffer."""
+        return written_member(self.module, name)
+
+    def is_whole(self, name: str, num_groups: int) -> bool:
+        """Whether every rank, of so many groups, has all of this parameter or buffer."""
+        stored = self.stored.get(self.first_name.get(name, name))
+        return stored is None or (set(stored.layout) <= {REPLICATE} and len(stored.groups) == num_groups)
 
     def wrap(self, name: str, local: Tensor) -> DTensor:
         """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
@@ -140,6 +145,18 @@ class ParameterStore:
     def home(self, local: Tensor) -> Tensor:
         """A part of a parameter, which is on the device, where parameters are stored."""
         return local if self.host is None else self.host.home(local)
+
+
+def written_member(module: nn.Module, name: str) -> Tensor:
+    """What a forward writes to on every rank: a buffer, or all of a frozen parameter that is whole on every rank."""
+    path, _, last = name.rpartition(".")
+    tables = module_tables(module.get_submodule(path))
+    buffer = tables.buffers.get(last)
+    if buffer is not None:
+        return buffer
+    parameter = tables.parameters[last]
+    assert parameter is not None
+    return local_part_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict[str, Layout]:
@@ -189,6 +206,7 @@ def make_store(
     stored = _stored(module, stages, storage_layouts(program, plan, sizes), sizes)
 
     host = HostCopies(communicator.device) if plan.decisions.host_storage else None
+    written = {program.parameters[buffer] for buffer in program.updates}
     drawn_parameters: dict[str, nn.Parameter] = {}
     drawn_buffers: dict[int, Tensor] = {}
 
@@ -196,7 +214,7 @@ def make_store(
         entry = stored[name]
         is_here = stages.group in entry.groups
         part = local_part(whole, entry.layout, sizes, communicator) if is_here else empty_part(whole)
-        part = part.contiguous() if host is None else host.home(part.contiguous())
+        part = part.contiguous() if host is None or name in written else host.home(part.contiguous())
         dtensor = make_dtensor(part, parameter_mesh, entry.layout, entry.shape, entry.stride)
         parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
         note_holders(parameter, entry.groups)
@@ -230,7 +248,7 @@ def _stored(
     module: nn.Module, stages: StageMap, layouts: Mapping[str, Layout], sizes: tuple[int, ...]
 ) -> dict[str, Stored]:
     """Every parameter of `module` by name; one that no layer reads is whole, on all groups: a call may have any stage
-    read it, as those of heads of other tasks.
+    read it, as those of heads of other tasks.  So is one that a forward writes to.
     """
     program = stages.program
     first_name = canonical_names(module)
@@ -238,7 +256,7 @@ def _stored(
     if unknown:
         raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
     layout_of = {first_name[name]: layout for name, layout in layouts.items()}
-    groups_of = {first_name[name]: groups for name, groups in stages.holders.items() if name in first_name}
+    groups_of = {first_name[name]: stages.holders[name] for name in stages.holders.keys() & layouts.keys()}
     whole: Layout = (REPLICATE,) * len(sizes)
     readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.state)
     tied = {first_name[name] for name, count in readers.items() if count > 1 and name in first_name}

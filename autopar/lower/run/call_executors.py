@@ -264,7 +264,7 @@ class CallExecutors:
         _LOGGER.warning(
             "calls came with inputs of more than %d forms, each of which is planned when it comes (%.1f s on average): "
             "the plans that were used least recently are dropped, and made again when such a call comes. Pad lengths, "
-            "or scale images, to fewer sizes", MOST_FORMS, mean_s,
+            "or scale images, to fewer sizes; pass numbers that differ in every call as tensors", MOST_FORMS, mean_s,
         )  # fmt: skip
 
     def _mode(self, is_training: bool) -> bool:
@@ -319,8 +319,15 @@ class CallExecutors:
         return Executor(executable, first.store, first.communicator, self.compile_layers)
 
     def _check_places(self, made: Executable, mode: str) -> None:
-        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads."""
+        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads or writes."""
         own, store = self.first.stages, self.first.store
+        for name in (made.program.parameters[written] for written in made.program.updates):
+            if not store.is_whole(name, own.plan.num_groups):
+                raise PlanMismatchError(
+                    f"in {mode} mode forward writes to the parameter {name!r}, of which each rank stores a part, as "
+                    "forward only read it when the model was parallelized: call autopar.parallelize while forward "
+                    "writes to it, or register it as a buffer"
+                )
         stages = StageMap(made.program, made.plan, own.rank)
         for name, groups in stages.holders.items():
             stored = store.stored.get(store.first_name.get(name, name))

@@ -26,7 +26,7 @@ from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
 from autopar.lower.parameters.skeleton import check_conversion, state_names
-from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.parameters.store import ParameterStore, written_member
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.original_copy import copy_original
@@ -344,7 +344,7 @@ def share_buffers(module: nn.Module, executable: Executable, communicator: Commu
         if module is None:
             return
         for name in (program.parameters[buffer] for buffer in program.updates):
-            buffer = module.get_buffer(name)
+            buffer = written_member(module, name)
             buffer.copy_(communicator.broadcast(buffer, Axis(communicator.world_size, 1)))
 
     return share

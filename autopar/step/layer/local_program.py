@@ -78,7 +78,7 @@ def _read_time(local: PlacedLayer, name: str) -> Placement:
         return REPLICATE
     times = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
     # What carries a gradient can't be cut, so whoever made it gives what the readers want.
-    return times[0] if times and local.program.values[name].requires_grad else local.view.values[name]
+    return times[0] if times and name in local.program.with_gradient else local.view.values[name]
 
 
 class _Builder:
@@ -157,14 +157,15 @@ class _Builder:
         if place.time == time:
             return source
         value = place.value
+        has_gradient = value.name in self.local.program.with_gradient
         is_whole = place.time.kind in "RB"
-        if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
+        if is_whole and time.kind in "RB" and (not has_gradient or value.role == "parameter"):
             return source
-        if is_whole and time == PARTIAL and (not value.requires_grad or place.time == BROADCAST):
+        if is_whole and time == PARTIAL and (not has_gradient or place.time == BROADCAST):
             target = self._new(value, place.layout, time)
             self.instructions.append(KeepInFirst(source, target))
             return target
-        if not (is_whole and time.is_shard) or value.requires_grad:
+        if not (is_whole and time.is_shard) or has_gradient:
             raise PlanMismatchError(
                 f"layer {self.local.layer.name}: microbatches can't convert {value.name} from {place.time} to {time} "
                 f"in time, because that needs other microbatches: choose other factors in time for the ops that read "

@@ -212,6 +212,7 @@ def convert(captured: Captured, input_names: Sequence[str], *, training: bool = 
     inputs: list[str] = []
     parameters: dict[str, str] = {}
     by_member: dict[str, str] = {}
+    written = _written_frozen(captured)
     for spec in exported.inputs:
         name = spec.arg.name
         if spec.kind is InputKind.USER_INPUT:
@@ -224,7 +225,8 @@ def convert(captured: Captured, input_names: Sequence[str], *, training: bool = 
                 continue
             by_member[member] = name
             parameters[name] = member
-            builder.roles[name] = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
+            is_parameter = spec.kind is InputKind.PARAMETER and member not in written
+            builder.roles[name] = "parameter" if is_parameter else "buffer"
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[name] = _constant(exported, spec.target, placeholders[name])
             exported_constants[name] = exported.constants[str(spec.target)]
@@ -255,6 +257,16 @@ def convert(captured: Captured, input_names: Sequence[str], *, training: bool = 
     return _add_unused(_rename_roots(graph, input_names), captured)
 
 
+def _written_frozen(captured: Captured) -> set[str]:
+    """The frozen parameters that the forward writes to (momentum encoders): what a program calls a buffer."""
+    return {captured.names[_member(s.target)] for s in captured.exported.outputs if _is_frozen_write(s, captured)}
+
+
+def _is_frozen_write(spec: Any, captured: Captured) -> bool:
+    is_parameter = spec.kind is OutputKind.PARAMETER_MUTATION
+    return is_parameter and not captured.tensors[captured.names[_member(spec.target)]].requires_grad
+
+
 def _member(target: str | None) -> str:
     return str(target).removeprefix(WRAPPED + ".")
 
@@ -281,7 +293,7 @@ def _ends(
     for spec in specs:
         if spec.kind is OutputKind.USER_OUTPUT:
             outputs.append(env[spec.arg.name].name)
-        elif spec.kind is OutputKind.BUFFER_MUTATION:
+        elif spec.kind is OutputKind.BUFFER_MUTATION or _is_frozen_write(spec, captured):
             updates[by_member[captured.names[_member(spec.target)]]] = env[spec.arg.name].name
         else:
             written = input_names.get(str(spec.target)) or _member(spec.target)
@@ -306,7 +318,10 @@ def _instead_of_parameter(name: str, captured: Captured) -> str:
             f"if it does so in its first call only, as buffer {' or '.join(map(repr, flags))} says, call the model "
             "before parallelize, on every rank with the same batch: with torch.no_grad(): model(batch)"
         )
-    return f"do it in the training loop after optimizer.step(): with torch.no_grad(): model.{name}.clamp_(0, 1)"
+    return (
+        f"do it in the training loop after optimizer.step(): with torch.no_grad(): model.{name}.clamp_(0, 1); or, if "
+        f"no gradient trains it, freeze it before parallelize: model.{name}.requires_grad_(False)"
+    )
 
 
 def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:

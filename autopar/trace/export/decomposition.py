@@ -114,6 +114,7 @@ def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """
     _drop_checked_numbers(exported.graph)
     refuse_writes_to_hidden_views(exported.graph)
+    _drop_other_names(exported)
     units = _units(exported)
     keys = {last: unit.key for last, unit in units.items()}
     kinds = {keys[last]: unit for last, unit in reversed(units.items())}
@@ -191,6 +192,20 @@ def _units(exported: torch.export.ExportedProgram) -> dict[fx.Node, _Unit]:
         return {}
     units = (_Unit(groups.get(node, (node,))) for node in ops)
     return {unit.nodes[-1]: unit for unit in units}
+
+
+def _drop_other_names(exported: torch.export.ExportedProgram) -> None:
+    """Drop further names of a parameter or buffer that no op reads: torch can't have two of what ops write to."""
+    tensors = {**exported.state_dict, **exported.constants}
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    inputs = exported.graph_signature.input_specs
+    members = [each for each in inputs if each.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+    read = {id(tensors.get(str(each.target))) for each in members if placeholders[each.arg.name].users}
+    for each in members:
+        node = placeholders[each.arg.name]
+        if not node.users and id(tensors.get(str(each.target))) in read:
+            inputs.remove(each)
+            exported.graph.erase_node(node)
 
 
 def _drop_checked_numbers(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["only_log"]
+__all__ = ["changes_nothing", "only_log"]
 
 _PRINTING = (print, warnings.warn)
 _LOGGING = ("debug", "info", "warning", "warning_once", "warn", "error", "exception", "critical", "log")
@@ -33,7 +33,7 @@ def _is_message(statement: ast.stmt, frame: FrameType) -> bool:
         return False
     call = statement.value
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return _logs(call.func, frame) and all(_changes_nothing(each, frame) for each in arguments)
+    return _logs(call.func, frame) and all(changes_nothing(each, frame) for each in arguments)
 
 
 def _logs(function: ast.expr, frame: FrameType) -> bool:
@@ -45,8 +45,8 @@ def _logs(function: ast.expr, frame: FrameType) -> bool:
     return owner is logging or isinstance(owner, logging.Logger | logging.LoggerAdapter)
 
 
-def _changes_nothing(expression: ast.expr, frame: FrameType) -> bool:
-    """Whether Python may leave it out."""
+def changes_nothing(expression: ast.expr, frame: FrameType) -> bool:
+    """Whether Python may leave out `expression` of the function that runs in `frame`: it only computes."""
     nodes = list(ast.walk(expression))
     if any(isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for node in nodes):
         return False

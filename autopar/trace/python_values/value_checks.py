@@ -2,7 +2,8 @@
 ``if x.isnan().any(): logger.warning(...)``, and torch's own, ``torch._check(bool((x > 0).all()))`` and
 ``torch._assert_async``.
 
-A traced program has no values to check, and takes the way on which nothing is raised or logged.
+A traced program has no values to check, and takes the way on which nothing is raised or logged.  It also takes the
+branches of `masked_writes`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from autopar.trace.compat import torch_recording
 from autopar.trace.compat.source_lines import is_users, user_line
 from autopar.trace.python_values.logging_statements import only_log
+from autopar.trace.python_values.masked_writes import writes_where_asked
 
 __all__ = ["passed_checks"]
 
@@ -45,7 +47,8 @@ def passed_checks(note: Callable[[str], None], answer: Callable[[Any], bool | No
         check = _check_at(frame)
         if check is None:
             return answer(values[0]) if isinstance(values[0], torch.SymBool) else None
-        left_out(check.where)
+        if check.is_left_out:
+            left_out(check.where)
         return check.answer
 
     def assert_async(*_: Any) -> None:
@@ -57,14 +60,15 @@ def passed_checks(note: Callable[[str], None], answer: Callable[[Any], bool | No
 
 @dataclass(frozen=True)
 class _Check:
-    """Where a check stands, and the truth value with which it does nothing."""
+    """Where a check stands, the truth value with which it does nothing, and whether the user should know of it."""
 
     where: str
     answer: bool
+    is_left_out: bool = True
 
 
 def _check_at(frame: FrameType) -> _Check | None:
-    """The check of the user's that `frame` is deciding; None if more than raising or logging depends on it."""
+    """The check of the user's that `frame` is deciding; None if what is computed depends on it."""
     file = frame.f_code.co_filename
     if frame.f_code is torch_recording.ASSERT_CODE:
         return _Check(user_line(), True)
@@ -76,6 +80,8 @@ def _check_at(frame: FrameType) -> _Check | None:
             answers = _answers(node, span)
             if len(answers) == 1:
                 return _Check(f"{file}:{node.lineno}", answers.pop())
+        elif isinstance(node, ast.If) and _is_asked(node, span) and writes_where_asked(node, frame):
+            return _Check(f"{file}:{node.lineno}", True, is_left_out=False)
         elif isinstance(node, ast.Call) and _is_checking(node) and _holds(node.args[0], span):
             return _Check(f"{file}:{node.lineno}", True)
     return None
@@ -84,8 +90,11 @@ def _check_at(frame: FrameType) -> _Check | None:
 def _only_checks(branch: ast.If, span: Span, frame: FrameType) -> bool:
     if isinstance(branch.body[-1], ast.Raise):
         return True
-    is_at_hand = _holds(branch.test, span) or span == _span(branch)
-    return is_at_hand and not branch.orelse and only_log(branch.body, frame)
+    return _is_asked(branch, span) and not branch.orelse and only_log(branch.body, frame)
+
+
+def _is_asked(branch: ast.If, span: Span) -> bool:
+    return _holds(branch.test, span) or span == _span(branch)
 
 
 def _is_checking(call: ast.Call) -> bool:
