@@ -252,7 +252,36 @@ def test_random_numbers_of_the_host_are_refused(draw, whose):
 
 class Holder:
     def __init__(self, x):
-        self.parts = [{"x": x}]
+        self.parts, self.owner = [{"x": x}], object()
+
+
+class NestedTensor:
+    """As of DETR: images, and where they are padded."""
+
+    def __init__(self, tensors, mask, size=3):
+        self.tensors, self.masks, self.size = tensors, {"mask": mask}, size
+
+    @property
+    def decomposed(self):
+        return self.tensors, self.masks["mask"]
+
+
+def test_plain_objects_are_looked_into():
+    class Detector(Module):
+        def forward(self, samples):
+            x, mask = samples.decomposed
+            samples.seen = x
+            return self.linear(x) * mask, samples.size
+
+    given, other = (NestedTensor(torch.randn(X.shape), torch.rand(len(X), 1) > 0.5) for _ in range(2))
+    traced = trace(Detector(), (given,), {})
+    assert [traced.program.type_of(name).shape for name in traced.program.inputs] == [tuple(X.shape), (len(X), 1)]
+    assert all(a is b for a, b in zip(traced.flatten_inputs((other,), {}), other.decomposed, strict=True))
+    assert traced.unflatten_outputs(["a"]) == ("a", 3)
+    assert not hasattr(given, "seen")
+    assert any("sets attributes of an argument, a NestedTensor" in note for note in traced.program.notes)
+    with pytest.raises(InputShapeError, match=r"argument 'samples.size' is 4, but the plan was made for 3"):
+        traced.flatten_inputs((NestedTensor(*other.decomposed, 4),), {})
 
 
 @pytest.mark.parametrize(
