@@ -290,6 +290,8 @@ def test_plain_objects_are_looked_into():
         (Holder(X), "argument 'other' is a Holder, .* pass its tensors themselves"),
         (transformers.DynamicCache(), "argument 'other' is a DynamicCache, .*leave it out, and pass the whole text"),
         (Holder(1.0), None),
+        (np.arange(3), r"argument 'other' is a NumPy array, .* pass torch\.from_numpy"),
+        ({"sizes": np.float32(3.0)}, None),
     ],
 )
 def test_objects_with_tensors_inside_are_refused(argument, message):

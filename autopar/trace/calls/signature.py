@@ -270,6 +270,12 @@ def _refuse_opaque(structure: Structure) -> None:
     for end in walk(structure):
         if not isinstance(end, Constant):
             continue
+        if type(end.value).__module__ == "numpy" and getattr(end.value, "shape", ()):
+            raise ExampleInputsError(
+                f"argument {'.'.join(end.path)!r} is a NumPy array, which a program would keep as the example's: "
+                "pass torch.from_numpy(array), and let forward compute with the tensor (ids.long() in place of "
+                "torch.LongTensor(ids))"
+            )
         if is_cache(end.value) or holds_tensors(end.value):
             instead = (
                 "a cache of keys and values can't be carried from call to call, so leave it out, and pass the whole "

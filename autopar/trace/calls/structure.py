@@ -303,8 +303,9 @@ def attributes_of_objects(value: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 def changed_objects(given: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[str]:
     """The classes of those objects whose attributes are others than they were."""
-    return [type(owner).__name__ for owner, before in given if not _is_same(vars(owner), before)]
+    return [type(owner).__name__ for owner, before in given if not _is_same(owner, before)]
 
 
-def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _is_same(owner: Any, before: Mapping[str, Any]) -> bool:
+    now: Mapping[str, Any] = vars(cast("object", owner))
     return len(now) == len(before) and all(now.get(name) is x for name, x in before.items())
