@@ -125,6 +125,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     plain_numbers.rewrite_number_terms,
     broadcasting.expand_single_rows,
     merged_rows.keep_rows_apart,
+    merged_rows.keep_terms_apart,
+    cleanup.drop_dead_ops,
     cleanup.drop_identities,
     cleanup.drop_aliases,
     masks.restore_attention_masks,
