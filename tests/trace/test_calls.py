@@ -250,6 +250,31 @@ def test_random_numbers_of_the_host_are_refused(draw, whose):
         trace(Draws(), (X,), {})
 
 
+@pytest.mark.parametrize("by_call", [True, False])
+def test_rolls_by_numbers_of_data_say_what_to_write(by_call):
+    """As Autoformer has it in training."""
+
+    class Rolls(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            return sum(
+                torch.roll(h, -int(place) if by_call else -place.item(), 1) for place in h.mean(0).topk(2).indices
+            )
+
+    class Gathers(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            shifts = h.mean(0).topk(2).indices
+            return sum(h.gather(1, ((torch.arange(h.shape[1]) + shift) % h.shape[1]).expand_as(h)) for shift in shifts)
+
+    with pytest.raises(TraceError, match=r"test_calls\.py:\d+: torch\.roll by a number that depends on data, .*gather"):
+        trace(Rolls(), (X,), {})
+    model, gathers = Rolls(), Gathers()
+    gathers.load_state_dict(model.state_dict())
+    traced = trace(gathers, (X,), {})
+    torch.testing.assert_close(interpret(traced, gathers, [X])[0][0], model(X))
+
+
 class Holder:
     def __init__(self, x):
         self.parts, self.owner = [{"x": x}], object()
