@@ -209,6 +209,16 @@ def test_parameters_must_be_those_of_the_call() -> None:
     on_ranks(dense(), ("data=2",), one, rank)
 
 
+def test_the_mode_must_be_that_of_the_call() -> None:
+    def rank(model: ParallelModule, single: nn.Module, x: Tensor, y: Tensor) -> None:
+        score = model(x.requires_grad_())
+        model.eval()
+        with pytest.raises(AutoparError, match="switched to another mode"):
+            grad(score.sum(), x, create_graph=True)
+
+    on_ranks(norms(), ("data=2",), one, rank)
+
+
 def test_gradients_of_parameters_are_refused_not_dropped() -> None:
     def rank(model: ParallelModule, single: nn.Module, x: Tensor, y: Tensor) -> None:
         for wants in (False, True):

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError, OutputError
+from autopar.errors import (
+    AutoparError,
+    ConstraintError,
+    ExampleInputsError,
+    InfeasibleError,
+    OutputError,
+    TraceError,
+)
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.second_run import StepCall, buffers_of, set_buffers
@@ -62,7 +69,7 @@ class GradientCall:
         try:
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 made = self._run(kwargs)
-        except AutoparError as error:
+        except (TraceError, ExampleInputsError, ConstraintError, InfeasibleError) as error:
             raise type(error)(f"{_WHAT}, and there is no program of these: {error}") from error
         finally:
             set_buffers(store, now)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.errors import AutoparError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, differentiable_outputs, do_outputs_fit
@@ -64,7 +66,22 @@ class StepCalls(SubmoduleCalls):
             return None
         if not any(x.requires_grad for x in tensors):
             return None
-        return GradientCall(executor, tensors, call, lambda kwargs: self._run(call.args, kwargs, call.part))
+        before = self._mode_and_numbers()
+
+        def run(kwargs: Mapping[str, Any]) -> Any:
+            if self._mode_and_numbers() != before:
+                raise AutoparError(
+                    "since the call, the model was switched to another mode (train(), eval()), or a number that its "
+                    "forward reads was changed: take the gradients before"
+                )
+            return self._run(call.args, kwargs, call.part)
+
+        return GradientCall(executor, tensors, call, run)
+
+    def _mode_and_numbers(self) -> tuple[Any, ...]:
+        """What decides which program a call runs, and what a script may change between calls."""
+        plain = (entry for entry in self._attributes.changed() if isinstance(entry[2], bool | int | float | str))
+        return (self.training, *plain)
 
     def _run_again(
         self, executor: Executor, call: StepCall, seed: int, tensors: Sequence[Tensor]
