@@ -199,11 +199,15 @@ class _GradientToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
         ctx.run_backward = backward
+        ctx.count = len(sources)
+        ctx.set_materialize_grads(False)
         return torch.zeros((), device="cpu")
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *_: Tensor
+        ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
+        if gradients[0] is None:  # a backward passes by
+            return (None,) * (1 + ctx.count)
         return None, *ctx.run_backward()

@@ -32,7 +32,7 @@ __all__ = [
     "module_tables", "named_plain", "named_tensors", "native_functions", "not_compiled", "register_container",
     "renamed_mesh", "scale_in_place", "set_local_tensor", "state_calls_by", "storage_key", "stride_as_parts",
     "takes_device", "tensor_norms", "to_parted_placements", "to_torch_placements", "whole_initializers",
-    "with_dtensors", "written_arguments",
+    "will_run", "with_dtensors", "written_arguments",
 ]  # fmt: skip
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
@@ -296,6 +296,12 @@ def keeps_graph() -> bool:
     """Whether the current ``backward`` runs with ``retain_graph=True``."""
     untyped: Any = torch
     return bool(untyped._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that is under way comes to this node, which is no leaf's; None stands for no node."""
+    untyped: Any = torch
+    return node is not None and bool(untyped._C._will_engine_execute_node(node))
 
 
 def is_random(function: Any) -> bool:

@@ -28,6 +28,7 @@ from autopar.lower.run.attributes import Settings
 from autopar.lower.run.call_executors import MOST_FORMS
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
+from autopar.objects.gradient_requests import GRADIENTS
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
 from autopar.plan.prediction import Prediction
@@ -207,7 +208,7 @@ class CallPlanner:
             if padded is not None:
                 return padded
             plan = self._search(traced.program, request)
-        if mode.any_output:
+        if mode.any_output and GRADIENTS not in call[1]:
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, _ANY_OUTPUT))))
         keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
         if traced.program.carried and not keeps_copies:

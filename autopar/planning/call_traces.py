@@ -17,6 +17,7 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.objects.attribute_contents import current_value
 from autopar.objects.attribute_owners import attributes_of, own_records
 from autopar.objects.buffer_questions import BufferQuestion, small_buffers
+from autopar.objects.gradient_requests import GRADIENTS
 from autopar.plan import Plan
 from autopar.planning.splitting import variant_like
 from autopar.search import stages_of
@@ -24,6 +25,7 @@ from autopar.trace import (
     LayerNeeds,
     Traced,
     as_batch,
+    as_called,
     as_model,
     bind,
     can_be_read,
@@ -174,7 +176,7 @@ class CallTraces:
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> Traced:
         """What such a call does; padding asks again for forms that came before."""
-        model = as_model(self.twin, mode.part)
+        model = as_called(as_model(self.twin, mode.part), kwargs)
         positional, named = map_leaves(_with_values, (tuple(args), dict(kwargs)))
         known = self._known.setdefault(mode, [])
         for settings, traced in known:
@@ -195,7 +197,9 @@ class CallTraces:
             )  # fmt: skip
         traced = replace(traced, questions=tuple(question.under(mode.part) for question in traced.questions))
         program = traced.program
-        program = without_loss(program) if mode.any_output else variant_like(program, self._first)
+        program = (
+            without_loss(program) if mode.any_output or GRADIENTS in kwargs else variant_like(program, self._first)
+        )
         traced = replace(traced, program=program)
         requires_target = mode.is_training and not mode.any_output  # which a first run had
         if requires_target:

@@ -5,6 +5,7 @@
 """
 
 from autopar.trace.calls.call_tensors import call_opener
+from autopar.trace.calls.input_gradients import as_called
 from autopar.trace.calls.loss_output import without_loss
 from autopar.trace.calls.parts import as_model
 from autopar.trace.calls.shared_memory import check_memory
@@ -33,6 +34,7 @@ __all__ = [
     "accurate_products",
     "argument_source",
     "as_batch",
+    "as_called",
     "as_model",
     "bind",
     "call_opener",

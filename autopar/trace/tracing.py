@@ -65,6 +65,7 @@ from autopar.trace.python_values.read_inputs import (
 )
 from autopar.trace.python_values.unknown_numbers import Names, unknown_numbers
 from autopar.trace.torch_functions.gpu_casts import casts_of
+from autopar.trace.torch_functions.refused_functions import UnknownShiftError
 
 __all__ = ["PASSES", "Traced", "normalize", "trace"]
 
@@ -125,6 +126,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     plain_numbers.rewrite_number_terms,
     broadcasting.expand_single_rows,
     merged_rows.keep_rows_apart,
+    merged_rows.keep_terms_apart,
+    cleanup.drop_dead_ops,
     cleanup.drop_identities,
     cleanup.drop_aliases,
     masks.restore_attention_masks,
@@ -261,15 +264,23 @@ def _capture_with_inputs(
         return _capture_once(model, form, tensors, how)
     except ValueReadError as error:
         first = error
+    unknown: UnknownShiftError | None = None
     with also_asking(first):
         if first.converted:
             try:
                 return _capture_with_values(model, form, tensors, how, first.converted)
             except UnansweredError as error:
                 first.asked |= buffer_truths(error.asked)
+            except UnknownShiftError as error:
+                unknown = error
             except AutoparError:
                 pass
-        return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
+        try:
+            return _capture_with_values(model, with_values(form, tensors, first), tensors, how, ())
+        except TraceError as error:
+            if unknown is None or (isinstance(error, UnansweredError) and error.asked):
+                raise
+            raise unknown from error  # which says more
 
 
 def _capture_with_values(

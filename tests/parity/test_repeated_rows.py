@@ -49,3 +49,35 @@ def test_repeated_rows_split_by_microbatches(way: str) -> None:
     cluster = autopar.Cluster.of("h100", devices_per_node=2)
     plan = autopar.plan(model, cluster, inputs, constraints=["data=2", "microbatches=2"])
     assert autopar.verify(model, plan, inputs, steps=2).loss_error < 1e-14
+
+
+class _Experts(nn.Module):
+    """As Llama 4 has it: every expert computes all tokens, which are repeated and scaled in merged rows."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.norm, self.router = way, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+        self.up, self.down = (nn.Parameter(torch.randn(2, WIDTH, WIDTH) / 4) for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.norm(x).reshape(-1, WIDTH)
+        scores = self.router(hidden).sigmoid()
+        rows = hidden.repeat(2, 1)
+        if self.way == "chain":
+            rows = (rows + self.shift).tanh() + rows
+        rows = rows * scores.transpose(0, 1).reshape(-1, 1)
+        made = torch.bmm(torch.bmm(rows.view(2, -1, WIDTH), self.up).relu(), self.down).view(-1, WIDTH)
+        summed = hidden + made.reshape(2, -1, WIDTH).sum(dim=0)
+        return nn.functional.mse_loss(summed.view_as(x).mean(1), target)
+
+
+@pytest.mark.parametrize("constraints", [("data=2", "microbatches=2"), ("tensor=2",)])
+@pytest.mark.parametrize("way", ["scaled", "chain"])
+def test_rows_that_are_merged_with_repeats_stay_apart(way: str, constraints: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = _Experts(way)
+    inputs = {"x": torch.randn(ROWS, TOKENS, WIDTH), "target": torch.randn(ROWS, WIDTH)}
+    cluster = autopar.Cluster.of("h100", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints=[*constraints])
+    assert autopar.verify(model, plan, inputs, steps=2).loss_error < 1e-14

@@ -250,9 +250,63 @@ def test_random_numbers_of_the_host_are_refused(draw, whose):
         trace(Draws(), (X,), {})
 
 
+@pytest.mark.parametrize("by_call", [True, False])
+def test_rolls_by_numbers_of_data_say_what_to_write(by_call):
+    """As Autoformer has it in training."""
+
+    class Rolls(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            return sum(
+                torch.roll(h, -int(place) if by_call else -place.item(), 1) for place in h.mean(0).topk(2).indices
+            )
+
+    class Gathers(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            shifts = h.mean(0).topk(2).indices
+            return sum(h.gather(1, ((torch.arange(h.shape[1]) + shift) % h.shape[1]).expand_as(h)) for shift in shifts)
+
+    with pytest.raises(TraceError, match=r"test_calls\.py:\d+: torch\.roll by a number that depends on data, .*gather"):
+        trace(Rolls(), (X,), {})
+    model, gathers = Rolls(), Gathers()
+    gathers.load_state_dict(model.state_dict())
+    traced = trace(gathers, (X,), {})
+    torch.testing.assert_close(interpret(traced, gathers, [X])[0][0], model(X))
+
+
 class Holder:
     def __init__(self, x):
-        self.parts = [{"x": x}]
+        self.parts, self.owner = [{"x": x}], object()
+
+
+class NestedTensor:
+    """As of DETR: images, and where they are padded."""
+
+    def __init__(self, tensors, mask, size=3):
+        self.tensors, self.masks, self.size = tensors, {"mask": mask}, size
+
+    @property
+    def decomposed(self):
+        return self.tensors, self.masks["mask"]
+
+
+def test_plain_objects_are_looked_into():
+    class Detector(Module):
+        def forward(self, samples):
+            x, mask = samples.decomposed
+            samples.seen = x
+            return self.linear(x) * mask, samples.size
+
+    given, other = (NestedTensor(torch.randn(X.shape), torch.rand(len(X), 1) > 0.5) for _ in range(2))
+    traced = trace(Detector(), (given,), {})
+    assert [traced.program.type_of(name).shape for name in traced.program.inputs] == [tuple(X.shape), (len(X), 1)]
+    assert all(a is b for a, b in zip(traced.flatten_inputs((other,), {}), other.decomposed, strict=True))
+    assert traced.unflatten_outputs(["a"]) == ("a", 3)
+    assert not hasattr(given, "seen")
+    assert any("sets attributes of an argument, a NestedTensor" in note for note in traced.program.notes)
+    with pytest.raises(InputShapeError, match=r"argument 'samples.size' is 4, but the plan was made for 3"):
+        traced.flatten_inputs((NestedTensor(*other.decomposed, 4),), {})
 
 
 @pytest.mark.parametrize(
@@ -261,6 +315,8 @@ class Holder:
         (Holder(X), "argument 'other' is a Holder, .* pass its tensors themselves"),
         (transformers.DynamicCache(), "argument 'other' is a DynamicCache, .*leave it out, and pass the whole text"),
         (Holder(1.0), None),
+        (np.arange(3), r"argument 'other' is a NumPy array, .* pass torch\.from_numpy"),
+        ({"sizes": np.float32(3.0)}, None),
     ],
 )
 def test_objects_with_tensors_inside_are_refused(argument, message):

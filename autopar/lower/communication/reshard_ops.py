@@ -75,12 +75,15 @@ class _ReshardFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
         ctx.steps = steps
         ctx.communicator = communicator
+        ctx.set_materialize_grads(False)
         y = apply_forward(x, steps, communicator)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor, None, None]:
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        if gradients[0] is None:
+            return None, None, None
         return apply_backward(gradients[0], ctx.steps, ctx.communicator), None, None

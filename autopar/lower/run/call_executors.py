@@ -19,6 +19,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
 from autopar.objects.buffer_questions import questions_text
+from autopar.objects.gradient_requests import GRADIENTS
 from autopar.objects.outside_tensors import OutsideTensor
 from autopar.plan import Plan
 
@@ -165,7 +166,7 @@ class CallExecutors:
         _check_outside(executor.executable.outside, call.calls)
         call.calls += 1
         self.answers.count(executor.executable.questions)
-        if is_training and not part:
+        if is_training and not part and GRADIENTS not in kwargs:
             self.last_trained = executor
         return executor, tensors
 
@@ -202,7 +203,7 @@ class CallExecutors:
         if known is not None:
             return known[0]
         mode = self._mode(is_training)
-        any_output = mode and not part and bool(self._from_any_output)
+        any_output = mode and (GRADIENTS in kwargs or (not part and bool(self._from_any_output)))
         return self._make_known(args, kwargs, mode, part, self.autocast, any_output=any_output)
 
     @property

@@ -53,6 +53,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_calls import StepCalls
 from autopar.lower.run.submodule_calls import SAME_INPUTS, plain_input, read_input
 from autopar.lower.run.submodules import bind_submodules, save_own_parts
+from autopar.objects.gradient_requests import GRADIENTS
 from autopar.step.layer.data_split import data_split
 from autopar.step.plan_check import check_same_program
 
@@ -231,6 +232,7 @@ class ParallelModule(StepCalls):
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
         kind += f" of {part!r}{SAME_INPUTS}" if part else ""
+        kind += " for gradients of inputs" if GRADIENTS in kwargs else ""
         autocast = self._executors.autocast
         kind += f" with autocast to {autocast}" if autocast else ""
         changed = self._attributes.changed()
@@ -244,7 +246,7 @@ class ParallelModule(StepCalls):
         if (calls := self._communicator.calls) is not None:
             adds = self.training and torch.is_grad_enabled() and not self._executor.stages.is_pipeline
             calls.num_gradients = self._optimizer_service.count_gradients() if adds else 0
-        is_usual = not part and autocast is None and not changed and not answers
+        is_usual = not part and GRADIENTS not in kwargs and autocast is None and not changed and not answers
         if is_usual and self._group_steps is not None and self._takes_groups():
             assert self.call_inputs is not None
             outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
@@ -261,7 +263,8 @@ class ParallelModule(StepCalls):
         made = self._compute(executor, tensors, StepCall(kind, args, kwargs, part, autocast))
         form = executor.executable.unflatten_outputs
         outputs = form(made)
-        form.assign(self, made)  # a part is traced with the names of the whole model
+        if GRADIENTS not in kwargs:  # else the call whose inputs these are has set them
+            form.assign(self, made)  # a part is traced with the names of the whole model
         if calls is not None:
             calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs

@@ -20,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.lower.autograd import backward_token, call_untraced
 from autopar.lower.compat import keeps_graph, local_part_of
 from autopar.lower.run.execution import Executor
+from autopar.lower.run.gradient_calls import gradients_refused
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
 
@@ -283,12 +284,9 @@ class _Outputs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
+        if all(gradient is None for gradient in gradients):  # autopar.lower.run.twice_differentiable
+            return None, None, None
         if torch.is_grad_enabled():
-            raise AutoparError(
-                "create_graph=True asks for gradients of a parallel model that have gradients themselves, which they "
-                "don't have. Take torch.autograd.grad(..., create_graph=True) in the forward of a module around the "
-                "model, let it return the loss, penalty included, and parallelize that module; with torch.compile, "
-                "compile a function that does so, after torch._dynamo.config.trace_autograd_ops = True"
-            )
+            raise gradients_refused()
         ctx.incoming[:] = gradients
         return None, None, torch.zeros((), device="cpu")

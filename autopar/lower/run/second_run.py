@@ -22,7 +22,7 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.program import Program
 
-__all__ = ["SecondRun", "StepCall", "runs_again", "same_tensors"]
+__all__ = ["SecondRun", "StepCall", "buffers_of", "runs_again", "same_tensors", "set_buffers"]
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -79,7 +79,7 @@ class SecondRun:
         self._tensors = tensors
         self._versions = executor.store.versions()
         self._run = run
-        self._buffers = _buffers(executor.store, self._program)
+        self._buffers = buffers_of(executor.store, self._program)
 
     def __call__(self, given: Mapping[int, Tensor], sources: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of `sources` for gradients of outputs, by place; every rank calls it.
@@ -99,13 +99,13 @@ class SecondRun:
                 "the step runs again for the gradients of other outputs than the loss, and draws other random numbers "
                 "(dropout) than when these outputs were computed; later steps run once"
             )
-        now = _buffers(self._store, self._program)
-        _set_buffers(self._store, self._buffers)
+        now = buffers_of(self._store, self._program)
+        set_buffers(self._store, self._buffers)
         try:
             with torch.enable_grad():
                 outputs = self._run(self._tensors)
         finally:
-            _set_buffers(self._store, now)
+            set_buffers(self._store, now)
         roots = [(_plain(outputs[place]), given[place]) for place in sorted(given)]
         untyped: Any = torch.autograd
         return list(
@@ -134,11 +134,13 @@ def _plain(x: Tensor | None) -> Tensor:
     return x.whole() if isinstance(x, LateTensor) else x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _buffers(store: ParameterStore, program: Program) -> dict[str, Tensor]:
+def buffers_of(store: ParameterStore, program: Program) -> dict[str, Tensor]:
+    """Copies of the buffers that a step of `program` updates."""
     return {name: store.buffer(name).clone() for name in map(program.parameters.__getitem__, program.updates)}
 
 
 @torch.no_grad()
-def _set_buffers(store: ParameterStore, values: Mapping[str, Tensor]) -> None:
+def set_buffers(store: ParameterStore, values: Mapping[str, Tensor]) -> None:
+    """Write these values to buffers."""
     for name, value in values.items():
         store.buffer(name).copy_(value)

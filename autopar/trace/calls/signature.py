@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
 from autopar.trace.calls.input_computations import Computation
-from autopar.trace.calls.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
+from autopar.trace.calls.structure import Constant, Leaf, Structure, describe, holds_tensors, is_cache, rebuild, walk
 from autopar.trace.tensor_values import TensorValues
 from autopar.user_text.suggestions import kind_of
 
@@ -270,13 +270,19 @@ def _refuse_opaque(structure: Structure) -> None:
     for end in walk(structure):
         if not isinstance(end, Constant):
             continue
-        is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(end.value).__mro__)
-        if is_cache or holds_tensors(end.value):
+        if type(end.value).__module__ == "numpy" and getattr(end.value, "shape", ()):
+            raise ExampleInputsError(
+                f"argument {'.'.join(end.path)!r} is a NumPy array, which a program would keep as the example's: "
+                "pass torch.from_numpy(array), and let forward compute with the tensor (ids.long() in place of "
+                "torch.LongTensor(ids))"
+            )
+        if is_cache(end.value) or holds_tensors(end.value):
             instead = (
                 "a cache of keys and values can't be carried from call to call, so leave it out, and pass the whole "
                 "text; generate() does so"
-                if is_cache
-                else "pass its tensors themselves, in tuples, lists, dicts or dataclasses"
+                if is_cache(end.value)
+                else "pass its tensors themselves, in tuples, lists, dicts or dataclasses, or in an object whose other "
+                "attributes are numbers, text or what can be compared by =="
             )
             raise ExampleInputsError(
                 f"argument {'.'.join(end.path)!r} is {kind_of(end.value)}, which a program can't look into: {instead}"

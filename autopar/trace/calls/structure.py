@@ -1,7 +1,8 @@
 """Structures of inputs and outputs: nested containers taken apart into tensors, and rebuilt.
 
 A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class
-registered with it) and, beyond that, into dataclasses that nobody registered and ``torch.distributions``.
+registered with it) and, beyond that, into dataclasses that nobody registered, ``torch.distributions``, and, in
+arguments, plain objects whose attributes hold tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ __all__ = [
     "Dropped",
     "Leaf",
     "Structure",
+    "attributes_of_objects",
     "carried",
+    "changed_objects",
     "describe",
     "holds_tensors",
+    "is_cache",
     "move_leaves",
     "rebuild",
     "walk",
@@ -79,8 +83,8 @@ _PLAIN = (
 def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure, list[Tensor]]:
     """The structure of `value` and its tensors in order.
 
-    Objects that are neither containers nor plain values become `Dropped`, or `Constant` if
-    `opaque_is_constant`.
+    Objects that are neither containers nor plain values become `Dropped`, or with `opaque_is_constant`, as of
+    arguments, `Constant`, if they are not looked into.
     """
     tensors: list[Tensor] = []
 
@@ -91,6 +95,8 @@ def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure
         if isinstance(part, _PLAIN):
             return Constant(part, path)
         opened = flatten_one_level(part) or _open_block_mask(part) or _open_dataclass(part) or _open_distribution(part)
+        if opened is None and opaque_is_constant:  # what a model returns so is a cache, mostly
+            opened = _open_object(part)
         if opened is None:
             return Constant(part, path) if opaque_is_constant else Dropped(type(part).__qualname__, path)
         keys, children, context = opened
@@ -108,7 +114,7 @@ def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
     if isinstance(structure, Dropped):
         return None
     children = [rebuild(child, entries) for child in structure.children]
-    if isinstance(structure.context, _DataclassContext | _DistributionContext):
+    if isinstance(structure.context, _DataclassContext | _DistributionContext | _ObjectContext):
         return structure.context.build(children)
     if structure.context is BlockMaskForm:
         return children[-1].build(children[:-1])
@@ -132,6 +138,25 @@ class _DataclassContext:
         made: Any = object.__new__(self.kind)
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
+        return made
+
+
+@dataclass(frozen=True)
+class _ObjectContext:
+    """A plain object.
+
+    Args:
+        kind: its class.
+        names: of its attributes.
+    """
+
+    kind: type[Any]
+    names: tuple[str, ...]
+
+    def build(self, children: Sequence[Any]) -> Any:
+        # Its work is already in the attributes, some of which a class may compute when they are set.
+        made: Any = object.__new__(self.kind)
+        made.__dict__.update(zip(self.names, children, strict=True))
         return made
 
 
@@ -227,3 +252,60 @@ def _open_dataclass(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | No
         return None
     names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
     return names, [getattr(value, name) for name in names], _DataclassContext(type(value), names)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of keys and values, which nothing carries from call to call."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
+
+
+def _open_object(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    """An object of a class of the user's own, if all that it holds are tensors and what can be compared."""
+    if not holds_tensors(value) or not _is_plain_object(value, ()):
+        return None
+    attributes: Mapping[str, Any] = vars(cast("object", value))
+    names = tuple(attributes)
+    return names, tuple(attributes.values()), _ObjectContext(type(cast("object", value)), names)
+
+
+_OPENED = (tuple, list, dict)
+
+
+def _is_plain_object(value: Any, inside: tuple[int, ...]) -> bool:
+    kind: Any = type(cast("object", value))
+    is_foreign = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "transformers") or callable(value)
+    if is_foreign or id(value) in inside or not hasattr(value, "__dict__") or getattr(kind, "__slots__", ()):
+        return False
+    return all(_can_be_compared(part, (*inside, id(value))) for part in vars(value).values())
+
+
+def _can_be_compared(value: Any, inside: tuple[int, ...]) -> bool:
+    """Whether it is a tensor, or two of them in two calls are equal if they are alike."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return True
+    if type(value) in _OPENED:
+        parts: Iterable[Any] = cast("Any", value.values() if isinstance(value, dict) else value)
+        return all(_can_be_compared(part, inside) for part in parts)
+    return _is_plain_object(value, inside) if holds_tensors(value) else type(value).__eq__ is not object.__eq__
+
+
+def attributes_of_objects(value: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The plain objects in containers, each with the attributes that it has now."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return []
+    own = _open_object(value)
+    opened = own or flatten_one_level(value)
+    if opened is None:
+        return []
+    found: list[tuple[Any, dict[str, Any]]] = [] if own is None else [(value, dict(zip(*own[:2], strict=True)))]
+    return found + [each for part in opened[1] for each in attributes_of_objects(part)]
+
+
+def changed_objects(given: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[str]:
+    """The classes of those objects whose attributes are others than they were."""
+    return [type(owner).__name__ for owner, before in given if not _is_same(owner, before)]
+
+
+def _is_same(owner: Any, before: Mapping[str, Any]) -> bool:
+    now: Mapping[str, Any] = vars(cast("object", owner))
+    return len(now) == len(before) and all(now.get(name) is x for name, x in before.items())

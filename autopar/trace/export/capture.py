@@ -20,7 +20,15 @@ from autopar.objects.caught_errors import also_caught_as
 from autopar.objects.outside_tensors import OutsideTensor
 from autopar.trace.calls.model_outputs import AssignedAttribute
 from autopar.trace.calls.signature import CallForm, ReadValues
-from autopar.trace.calls.structure import Dropped, Leaf, Structure, describe, walk
+from autopar.trace.calls.structure import (
+    Dropped,
+    Leaf,
+    Structure,
+    attributes_of_objects,
+    changed_objects,
+    describe,
+    walk,
+)
 from autopar.trace.compat import export_shortcuts, torch_internals
 from autopar.trace.compat.flex_attention import dense_flex_attention
 from autopar.trace.compat.source_lines import user_frame, user_line
@@ -75,6 +83,9 @@ _CHECKPOINTS = (
 _FLEX_ATTENTION = (
     "flex_attention runs as plain ops, not as its fused kernel: scaled_dot_product_attention with a mask, or with a "
     "score_mod the products and a softmax, which hold all scores in memory"
+)
+_SETS_ATTRIBUTES = (
+    "forward sets attributes of an argument, a {}, which the caller's own object does not get: return what is needed"
 )
 _ASKS = (
     "the model asks here whether it is being traced, and what it computes otherwise can't be traced: the plan has what "
@@ -148,6 +159,7 @@ class _Wrapper(nn.Module):
     def _returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self._form.arguments(with_values_of(self._form, tensors))
         order = kwargs.pop(FEATURE_ORDER, None)
+        given = attributes_of_objects((args, kwargs))
         self.questions.begin(tensors, self.get_submodule(WRAPPED))
         try:
             with (
@@ -171,6 +183,8 @@ class _Wrapper(nn.Module):
         except Exception as error:  # while the trace, in which the error is looked for, is under way
             self.records.read = inputs_behind(error, tensors)
             raise
+        for kind in changed_objects(given):
+            self.records.notes_once[_SETS_ATTRIBUTES.format(kind)] = None
         self.records.outputs, result = describe(returned)
         if not result:
             refuse_output(returned)

@@ -1,5 +1,6 @@
-"""Hooks on gradients, and seeds, in a forward: an export leaves them out, and a program without them computes something
-else, so they are refused.
+"""Functions of torch that a program can't hold, each refused with what can be written instead.
+
+An export leaves out hooks on gradients, and seeds, and a program without them computes something else.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from autopar.errors import TraceError
 from autopar.trace.compat.source_lines import user_line
 
-__all__ = ["RefusedFunctions", "refuse_backward_hooks", "refused_seeds"]
+__all__ = ["RefusedFunctions", "UnknownShiftError", "refuse_backward_hooks", "refused_seeds"]
 
 _tensor: Any = Tensor
 _HOOKS = (_tensor.register_hook, _tensor.register_post_accumulate_grad_hook)
+_ROLLS: tuple[Any, ...] = (torch.roll, Tensor.roll)
 _TABLES = ("_backward_hooks", "_backward_pre_hooks")
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 _NO_HOOK = (
@@ -29,8 +31,14 @@ _NO_HOOK = (
 )
 
 
+class UnknownShiftError(TraceError):
+    """A tensor is rolled by a number that a program doesn't know."""
+
+
 class RefusedFunctions(TorchFunctionMode):
-    """In this context, hooks on gradients (in `training`) and generators other than torch's own raise TraceError."""
+    """In this context, hooks on gradients (in `training`), generators other than torch's own and rolls by numbers of
+    data raise TraceError.
+    """
 
     def __init__(self, *, training: bool) -> None:
         """Outside of `training`, hooks are left out."""
@@ -50,7 +58,21 @@ class RefusedFunctions(TorchFunctionMode):
                 f"{_where()}: the forward draws from a torch.Generator of its own, of which every rank would have the "
                 "same numbers for other rows. Draw without generator=, or outside of the model and pass the tensor"
             )
+        if func in _ROLLS and _are_unknown((*args[1:2], given.get("shifts"))):
+            raise UnknownShiftError(
+                f"{_where()}: torch.roll by a number that depends on data, which a program doesn't know. Gather with a "
+                "tensor of places: x.gather(dim, ((torch.arange(n) + shift) % n) expanded to the shape of x) is "
+                "torch.roll(x, -shift, dim)"
+            )
         return func(*args, **given)
+
+
+def _are_unknown(shifts: Sequence[Any]) -> bool:
+    """Whether one of these numbers, or sequences of numbers, follows from the values of a tensor."""
+    return any(
+        isinstance(x, torch.SymInt | Tensor) or (isinstance(x, tuple | list) and _are_unknown(cast("list[Any]", x)))
+        for x in shifts
+    )
 
 
 @contextmanager
