@@ -127,6 +127,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     broadcasting.expand_single_rows,
     merged_rows.keep_rows_apart,
     merged_rows.keep_terms_apart,
+    broadcasting.expand_repeats,
     cleanup.drop_dead_ops,
     cleanup.drop_identities,
     cleanup.drop_aliases,

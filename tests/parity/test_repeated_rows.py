@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.trace import trace
 
 ROWS, TOKENS, WIDTH = 4, 4, 16
 
@@ -80,4 +81,31 @@ def test_rows_that_are_merged_with_repeats_stay_apart(way: str, constraints: tup
     inputs = {"x": torch.randn(ROWS, TOKENS, WIDTH), "target": torch.randn(ROWS, WIDTH)}
     cluster = autopar.Cluster.of("h100", devices_per_node=2)
     plan = autopar.plan(model, cluster, inputs, constraints=[*constraints])
+    assert autopar.verify(model, plan, inputs, steps=2).loss_error < 1e-14
+
+
+class _Heads(nn.Module):
+    """As DeBERTa has it: keys of all heads are repeated for every sample, and an index is expanded to all scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.positions = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(2, 2 * TOKENS, WIDTH // 2))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = self.query(x).unflatten(-1, (2, -1)).transpose(1, 2).reshape(-1, TOKENS, WIDTH // 2)
+        scores = rows @ self.positions.repeat(len(x), 1, 1).transpose(1, 2)
+        row = torch.arange(TOKENS)
+        index = (row[:, None] - row + TOKENS).expand(len(rows), -1, -1)
+        chosen = scores.gather(2, index).softmax(-1) @ rows
+        return nn.functional.mse_loss(chosen.view(len(x), 2, TOKENS, -1).transpose(1, 2).flatten(2).mean(1), target)
+
+
+@pytest.mark.parametrize("constraints", [("data=2", "microbatches=2"), ("tensor=2",)])
+def test_heads_of_a_batch_share_what_is_repeated_and_indices(constraints: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = _Heads()
+    inputs = {"x": torch.randn(ROWS, TOKENS, WIDTH), "target": torch.randn(ROWS, WIDTH)}
+    traced = trace(model, (), inputs)
+    assert sum(constant.untyped_storage().nbytes() for constant in traced.constants.values()) == TOKENS**2 * 8
+    plan = autopar.plan(model, autopar.Cluster.of("h100", devices_per_node=2), inputs, constraints=[*constraints])
     assert autopar.verify(model, plan, inputs, steps=2).loss_error < 1e-14

@@ -340,6 +340,7 @@ def test_a_trained_bias_is_masked_once_for_all_samples():
     assert all(constant.shape[0] == 1 or constant.ndim < 4 for constant in traced.constants.values())
 
 
+@pytest.mark.usefixtures("block")
 def test_a_mask_that_scores_are_added_to_is_not_computed_for_each_sample():
     """As eager attention adds it: where it is expanded and then chosen by, one sample's stands for all."""
 
@@ -352,6 +353,21 @@ def test_a_mask_that_scores_are_added_to_is_not_computed_for_each_sample():
     traced = run(function)
     (constant,) = traced.constants.values()
     assert constant.shape[:-2].numel() == 1
+
+
+def test_large_constants_that_repeat_are_kept_as_what_they_repeat(monkeypatch):
+    monkeypatch.setattr(constants, "_BLOCK_ELEMENTS", 16)
+
+    def function(h, y):
+        ones, row = torch.ones(4, 8), torch.arange(8.0)
+        outer = ones[:, None] * ones[:, :, None] * (row + 1)  # of every sample, [4, 8, 8], with a row for all
+        return (h[:, None] * outer).sum(1)
+
+    traced = run(function)
+    (constant,) = traced.constants.values()
+    assert constant.shape[-2:] == (8, 8)
+    assert constant.untyped_storage().nbytes() == 8 * constant.element_size()
+    assert torch.equal(constant[0], torch.arange(1.0, 9.0).expand(8, 8))
 
 
 def test_bits_are_no_mask():

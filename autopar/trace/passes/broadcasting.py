@@ -20,7 +20,7 @@ from autopar.trace.passes.constants import Evaluator, broadcast_shape, constant_
 from autopar.trace.passes.masks import ATTENTION, decisive_operand
 from autopar.trace.passes.rewrites import Writer, rewrite
 
-__all__ = ["delay_expansions", "drop_neutral_masks", "expand_single_rows"]
+__all__ = ["delay_expansions", "drop_neutral_masks", "expand_at_readers", "expand_repeats", "expand_single_rows"]
 
 
 def expand_single_rows(graph: Graph) -> Graph:
@@ -48,6 +48,29 @@ def expand_single_rows(graph: Graph) -> Graph:
 
     written = rewrite(graph, write)
     return replace(written, strided=written.strided | strided)
+
+
+def expand_repeats(graph: Graph) -> Graph:
+    """Let ``x.repeat(batch, 1, 1)`` expand a dim before the rows of x, and merge both: so it splits by the batch, and
+    runs in microbatches, where ``repeat`` has whole rows.
+    """
+
+    def write(writer: Writer, op: Op) -> None:
+        times = None if op.target == "aten.repeat_interleave.self_int" else _repetitions(op, writer)
+        if times is None or set(times) == {1} or 0 in times:
+            return
+        source, result = writer.type_of(op.args[0]), graph.types[op.results[0]]
+        own = (*(1 for _ in range(len(times) - len(source.shape))), *source.shape)
+        pairs = tuple(zip(times, own, strict=True))
+        apart = tuple(each for count, size in pairs for each in ((1, size) if size != 1 < count else (size,)))
+        whole = tuple(
+            each for count, size in pairs for each in ((count, size) if size != 1 < count else (count * size,))
+        )
+        split = writer.add("aten.reshape.default", (op.args[0], apart), replace(source, shape=apart))
+        expanded = writer.add("aten.expand.default", (split, whole), replace(source, shape=whole))
+        writer.add("aten.reshape.default", (expanded, result.shape), op.results[0])
+
+    return rewrite(graph, write)
 
 
 def _repetitions(op: Op, writer: Writer) -> tuple[int, ...] | None:
@@ -86,6 +109,39 @@ def delay_expansions(graph: Graph) -> Graph:
     """Let ops read what has no gradient before it is expanded, and expand their results instead where that matters."""
     delayed = _Delayed(graph)
     return graph.rewrite(delayed.step).with_types(delayed.types)
+
+
+def expand_at_readers(graph: Graph) -> tuple[Graph, frozenset[str]]:
+    """Let ``gather`` read an index that is the same for all heads of a batch from an expansion of its own: unlike a
+    constant, that splits with the rows of the batch, and has the memory of what it expands.
+
+    Elementwise ops read what is expanded itself (`delay_expansions`); values of other constants are looked at.
+
+    Returns the graph, and the results of these expansions.
+    """
+    cone, names = constant_cone(graph), Names(graph)
+    expansions = {
+        op.results[0]: op
+        for op in graph.ops
+        if op.target == "aten.expand.default" and cone.issuperset(op.results) and _grows(op, graph)
+    }
+    types: dict[str, TensorType] = {}
+
+    def step(op: Op) -> Iterable[Op] | None:
+        if op.target != "aten.gather.default" or cone.issuperset(op.results):
+            return None
+        own: dict[str, Op] = {}
+        for name in expansions.keys() & set(op.operands):
+            fresh = names.fresh(name)
+            types[fresh] = graph.types[name]
+            own[name] = replace(expansions[name], name=fresh, results=(fresh,), module=op.module)
+        return [*own.values(), op.reading({name: each.name for name, each in own.items()})] if own else None
+
+    return graph.rewrite(step).with_types(types), frozenset(types)
+
+
+def _grows(op: Op, graph: Graph) -> bool:
+    return graph.types[op.results[0]].num_elements > graph.types[op.operands[0]].num_elements
 
 
 class _Delayed:

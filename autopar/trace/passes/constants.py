@@ -86,6 +86,12 @@ class Evaluator:
                 self._compute(current)
         return self._known[name]
 
+    def folded(self, name: str) -> Tensor:
+        """The whole value; a large one whose core tells is its expanded core."""
+        if self._large(name) is None:
+            return self.value(name)
+        return self._core(name).expand(self.types[name].shape)
+
     def _missing(self, name: str) -> list[str]:
         op = self.producers.get(name)
         return [] if op is None else [n for n in op.operands if n not in self._known]

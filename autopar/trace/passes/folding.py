@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.program import Op, Ref
 from autopar.trace.graph import Graph, Names, rename
+from autopar.trace.passes.broadcasting import expand_at_readers
 from autopar.trace.passes.cleanup import merge_equal_ops
 from autopar.trace.passes.constants import Evaluator, constant_cone, step_cone
 
@@ -17,15 +18,16 @@ __all__ = ["copy_what_leaves", "fold_constants", "hoist_buffer_ops", "share_equa
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """Replace what is known by constants."""
-    cone = constant_cone(graph)
+    """Replace what is known by constants, but for expansions at the end, which are computed where they are read."""
+    graph, expansions = expand_at_readers(graph)
+    cone = constant_cone(graph) - expansions
     roots: dict[str, None] = {}
     for op in graph.ops:
         if not cone.issuperset(op.results):
             roots.update((name, None) for name in op.operands if name in cone)
     roots.update((name, None) for name in (*graph.outputs, *graph.updates.values()) if name in cone)
     evaluator = Evaluator(graph)
-    folded = {name: evaluator.value(name) for name in roots}
+    folded = {name: evaluator.folded(name) for name in roots}
     return replace(
         graph,
         ops=tuple(op for op in graph.ops if not cone.issuperset(op.results) or not op.results),
@@ -42,7 +44,8 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
     """
     cone = step_cone(graph)
     read = {name for op in _within(cone, graph) for name in op.operands}
-    hoistable = {op.name for op in _within(cone - (graph.read_at_end - read), graph)}
+    left = graph.read_at_end | constant_cone(graph)  # `fold_constants` leaves expansions to their readers
+    hoistable = {op.name for op in _within(cone - (left - read), graph)}
     groups = {op.name: 0 if op.name in hoistable else place for place, op in enumerate(graph.ops, start=1)}
     merged = merge_equal_ops(graph, within=groups)
     hoisted = tuple(op for op in merged.ops if groups[op.name] == 0)
