@@ -335,7 +335,8 @@ def difference(stop: Any, start: Any) -> int | None:
 
 def tensor_of_number(number: torch.SymInt, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """A scalar that is `number`, computed from those that are its symbols; None for other arithmetic of Python's."""
-    return _evaluated(number.node.expr, tensors)
+    result = _evaluated(number.node.expr, tensors)
+    return result if isinstance(result, Tensor) else None
 
 
 def _evaluated(expression: Any, tensors: Mapping[str, Tensor]) -> Any:
