@@ -25,6 +25,7 @@ class Queue(nn.Module):
     ptr: Tensor
     first_entries: Tensor
     rows: Tensor
+    counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +34,7 @@ class Queue(nn.Module):
         self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
         self.register_buffer("first_entries", torch.zeros(SIZE))
         self.register_buffer("rows", torch.zeros(SIZE, 4))
+        self.register_buffer("counts", torch.zeros(SIZE, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.fc(x)
@@ -68,6 +70,8 @@ class ByItem(Queue):
         self.ptr.fill_(end - SIZE * (end // SIZE))
         self.rows[first:end] = keys
         self.rows[first + 1] = keys[0]
+        self.counts[first] = end  # of another dtype
+        self.counts[first + 1 : first + 5] = keys[:4, 0]
         self.queue[:, self.ptr.item()] = 0.5  # of now, not of before
 
 

@@ -96,6 +96,7 @@ def _placed(x: Tensor, key: Any, value: Any, tensor_of: Callable[[Any], Tensor |
     if places is None:
         return key, value
     parts[at] = places.to(x.device).reshape(-1)  # torch asks for the number of a scalar
+    value = value.to(x.dtype) if isinstance(value, Tensor) else value  # an index casts nothing
     return tuple(parts), value.unsqueeze(-1 - num_behind) if is_number and size is not None else value
 
 
