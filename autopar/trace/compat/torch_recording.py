@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -32,11 +34,15 @@ __all__ = [
     "OpsBelow",
     "Recorder",
     "Result",
+    "difference",
     "is_composite",
     "is_same_computation",
     "is_torch_function",
     "plain_calls",
     "recorder",
+    "symbol_of",
+    "symbols_of",
+    "tensor_of_number",
     "truth_values",
 ]
 
@@ -306,6 +312,51 @@ def _symbols_of(value: Any) -> set[str]:
     numbers = [part for x in leaves for part in (x.shape if isinstance(x, Tensor) else [x])]
     symbolic = (part for part in numbers if isinstance(part, torch_internals.SYMBOLIC))
     return {str(symbol) for part in symbolic for symbol in part.node.expr.free_symbols}
+
+
+def symbol_of(number: Any) -> str | None:
+    """The name of a whole number that a tensor gave and the trace does not know; None of what is computed from some."""
+    is_symbol = isinstance(number, torch.SymInt) and number.node.expr.is_Symbol
+    return str(number.node.expr) if is_symbol else None
+
+
+def symbols_of(number: torch.SymInt) -> set[str]:
+    """The names of the numbers that `number` is computed from."""
+    return {str(symbol) for symbol in number.node.expr.free_symbols}
+
+
+def difference(stop: Any, start: Any) -> int | None:
+    """``stop - start``, if this is the same whatever the numbers that depend on data are."""
+    if not (isinstance(stop, torch.SymInt) and isinstance(start, torch.SymInt)):
+        return None
+    result = stop.node.expr - start.node.expr
+    return int(result) if result.is_Integer else None
+
+
+def tensor_of_number(number: torch.SymInt, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """A scalar that is `number`, computed from those that are its symbols; None for other arithmetic of Python's."""
+    result = _evaluated(number.node.expr, tensors)
+    return result if isinstance(result, Tensor) else None
+
+
+def _evaluated(expression: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return tensors.get(str(expression))
+    function = _ARITHMETIC.get(type(expression).__name__)
+    args = [_evaluated(arg, tensors) for arg in expression.args]
+    return None if function is None or any(arg is None for arg in args) else functools.reduce(function, args)
+
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Mod": torch.remainder,
+    "PythonMod": torch.remainder,
+    "FloorDiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+}
+"""Of expressions, on whole numbers and tensors of them."""
 
 
 def _stem(graph: fx.Graph, node: fx.Node) -> str | None:

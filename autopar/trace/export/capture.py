@@ -44,6 +44,7 @@ from autopar.trace.module_attributes.outside_reads import OutsideReads
 from autopar.trace.python_values.asked_values import AskedValues, Questions
 from autopar.trace.python_values.function_caches import FunctionCaches
 from autopar.trace.python_values.host_draws import refuse_host_draws
+from autopar.trace.python_values.numbered_writes import NumberedWrites
 from autopar.trace.python_values.read_inputs import (
     MOST_COMPUTED,
     UnansweredError,
@@ -174,6 +175,7 @@ class _Wrapper(nn.Module):
                 PastAutograd(training=self.training),
                 RefusedFunctions(training=self.training),
                 InactiveDropout(),
+                NumberedWrites(self.questions, self.records.passed),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)
                 if self.is_second:
@@ -209,6 +211,7 @@ class _Records:
     reads: Reads = field(default_factory=Reads)
     notes_once: dict[str, None] = field(default_factory=dict[str, None])
     items: list[str] = field(default_factory=list[str])
+    passed: set[str] = field(default_factory=set[str])
     read: tuple[int, ...] = ()
     converted: dict[int, Names] = field(default_factory=dict[int, Names])
     outside: OutsideReads = field(default_factory=OutsideReads)
@@ -301,7 +304,7 @@ def _capture_once(
     classes = {name: type(module).__qualname__ for name, module in modules}
     records = wrapper.records
     of_buffers = tuple(questions.of_buffers)
-    answered_at = {question.where for question in of_buffers}
+    answered_at = {question.where for question in of_buffers} | records.passed
     records.items = [where for where in records.items if where not in answered_at]
     asked_notes = dict.fromkeys(question.note for question in of_buffers)
     notes = (*records.notes, *notes_on_kept_tensors(wrapper.get_submodule(WRAPPED)), *asked_notes)
