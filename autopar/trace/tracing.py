@@ -31,8 +31,9 @@ from autopar.trace.calls.structure import Dropped, Structure, carried, walk
 from autopar.trace.compat.foreign_kernels import launches_left_out
 from autopar.trace.compat.script_functions import scripts_run_op_by_op
 from autopar.trace.experts import expert_regions
-from autopar.trace.export.capture import Captured, capture, communication_refused
+from autopar.trace.export.capture import Captured, capture
 from autopar.trace.export.conversion import convert
+from autopar.trace.export.failures import communication_refused
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.layers.cutting import LayerNeeds, cut_layers, divide_layers
