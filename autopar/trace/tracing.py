@@ -30,6 +30,7 @@ from autopar.trace.calls.signature import CallForm, ComputedValues, call_form, m
 from autopar.trace.calls.structure import Dropped, Structure, carried, walk
 from autopar.trace.compat.foreign_kernels import launches_left_out
 from autopar.trace.compat.script_functions import scripts_run_op_by_op
+from autopar.trace.compat.watching_tools import unwatched
 from autopar.trace.experts import expert_regions
 from autopar.trace.export.capture import Captured, capture
 from autopar.trace.export.conversion import convert
@@ -155,6 +156,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 _NO_NEEDS = LayerNeeds()
 
 
+@unwatched()
 @on_host()
 @launches_left_out()
 @scripts_run_op_by_op()

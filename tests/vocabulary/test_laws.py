@@ -28,6 +28,7 @@ COMPAT = {
     "trace/compat/flex_attention.py",
     "trace/compat/foreign_kernels.py",
     "trace/compat/script_functions.py",
+    "trace/compat/watching_tools.py",
     "lower/compat.py",
     "lower/compiler.py",
 }
