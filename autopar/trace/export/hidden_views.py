@@ -76,8 +76,12 @@ def _operands(op: fx.Node, places: tuple[int, ...]) -> Iterator[fx.Node]:
 def _may_hide(op: fx.Node) -> bool:
     if not (torch_recording.is_composite(str(op.target)) and torch_internals.stays(op.target)):
         return False
+    # Of tensors within vmap nothing can be computed when it has ended.
     values = [node.meta.get("val") for node in op.all_input_nodes]
-    return all(isinstance(x, Tensor) and all(type(size) is int for size in x.shape) for x in values)
+    return all(
+        isinstance(x, Tensor) and torch_internals.has_storage(x) and all(type(size) is int for size in x.shape)
+        for x in values
+    )
 
 
 def _kind(op: fx.Node) -> str:
