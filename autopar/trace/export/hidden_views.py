@@ -103,7 +103,10 @@ def _hidden(op: fx.Node) -> tuple[int, ...]:
     with mode, torch.no_grad():
         made = {node: torch_internals.fake_tensor(mode, x.detach()) for node, x in known.items()}
         args, kwargs = fx.map_arg((op.args, op.kwargs), made.__getitem__)
-        results = torch_internals.flatten(target(*args, **kwargs))[0]
+        try:
+            results = torch_internals.flatten(target(*args, **kwargs))[0]
+        except RuntimeError:  # it needs what was there when it was traced, such as autocast: nothing is known of it
+            return ()
     # An operand that is given back is known as what it is.
     own = {id(x) for x in made.values()}
     memory = {torch_internals.storage_key(x) for x in results if isinstance(x, Tensor) and id(x) not in own}
