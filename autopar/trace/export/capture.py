@@ -32,6 +32,7 @@ from autopar.trace.compat.flex_attention import dense_flex_attention
 from autopar.trace.compat.source_lines import user_line
 from autopar.trace.export.decomposition import Functional, decompose
 from autopar.trace.export.failures import explain_failure
+from autopar.trace.export.hidden_views import WrittenDropoutError
 from autopar.trace.export.repeated_calls import RepeatedCalls
 from autopar.trace.module_attributes.assigned_attributes import AttributeWatch, Changed
 from autopar.trace.module_attributes.assigned_buffers import written_assignments
@@ -60,7 +61,7 @@ from autopar.trace.torch_functions.ctc_loss import traced_ctc_losses
 from autopar.trace.torch_functions.custom_functions import call_as_op
 from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
-from autopar.trace.torch_functions.inactive_dropout import InactiveDropout
+from autopar.trace.torch_functions.inactive_dropout import InactiveDropout, inputs_of_dropout
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.module_conversions import kept_modules
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
@@ -252,15 +253,24 @@ def capture(
     """
     if training:
         refuse_backward_hooks(model)
-    asked: list[str] = []
     how: dict[str, Any] = {
         "training": training, "dtype": dtype, "autocast": autocast, "settings": settings, "answered": answered,
     }  # fmt: skip
     try:
+        return _capture_as_called(model, form, tensors, how)
+    except WrittenDropoutError:
+        with inputs_of_dropout():
+            return _capture_as_called(model, form, tensors, how)
+
+
+def _capture_as_called(model: nn.Module, form: CallForm, tensors: Sequence[Tensor], how: Mapping[str, Any]) -> Captured:
+    """`capture`, first as if nothing was traced or compiled."""
+    asked: list[str] = []
+    try:
         with answered_as_called(lambda: asked.append(user_line())):
             return _capture_once(model, form, tensors, **how)
     except AutoparError as error:
-        if not asked or isinstance(error, UndecidedMaskError):
+        if not asked or isinstance(error, UndecidedMaskError | WrittenDropoutError):
             raise
     captured = _capture_once(model, form, tensors, **how)
     where = next((line for line in asked if line), "the model")

@@ -18,7 +18,13 @@ from autopar.errors import TraceError
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.compat.source_lines import frame_of_text
 
-__all__ = ["refuse_writes_to_hidden_views"]
+__all__ = ["WrittenDropoutError", "refuse_writes_to_hidden_views"]
+
+_DROPOUT = "aten.dropout.default"
+
+
+class WrittenDropoutError(TraceError):
+    """Such a view is of dropout that drops nothing, which another trace can follow."""
 
 
 def refuse_writes_to_hidden_views(graph: fx.Graph) -> None:
@@ -41,7 +47,8 @@ def refuse_writes_to_hidden_views(graph: fx.Graph) -> None:
 
 def _refused(write: fx.Node, view: fx.Node) -> TraceError:
     name = str(view.target).removeprefix("aten.").removesuffix(".default")
-    return TraceError(
+    kind = WrittenDropoutError if name == "dropout" else TraceError
+    return kind(
         f"{frame_of_text(write.meta.get('stack_trace') or '') or 'the model'}: writes in place where {name} gives the "
         "memory of the tensor that it is given, so that both change, which a program doesn't know: write y = y + 1 in "
         f"place of y += 1, or take a copy, {name}(...).clone()"
@@ -74,7 +81,8 @@ def _operands(op: fx.Node, places: tuple[int, ...]) -> Iterator[fx.Node]:
 
 
 def _may_hide(op: fx.Node) -> bool:
-    if not (torch_recording.is_composite(str(op.target)) and torch_internals.stays(op.target)):
+    is_kept = str(op.target) == _DROPOUT or torch_internals.stays(op.target)
+    if not (is_kept and torch_recording.is_composite(str(op.target))):
         return False
     # Of tensors within vmap nothing can be computed when it has ended.
     values = [node.meta.get("val") for node in op.all_input_nodes]
@@ -98,6 +106,9 @@ def _tensors(op: fx.Node) -> dict[fx.Node, Tensor]:
 
 def _hidden(op: fx.Node) -> tuple[int, ...]:
     """The positions of the arguments whose memory the results have, if decomposing loses that."""
+    if str(op.target) == _DROPOUT:  # here it gives a copy of its input
+        given = {**dict(zip(("input", "p", "train"), op.args, strict=False)), **op.kwargs}
+        return () if given["train"] and given["p"] else (0,)
     known, mode = _tensors(op), torch_internals.fake_mode(repeats=False)
     target: Any = op.target
     with mode, torch.no_grad():
