@@ -61,7 +61,7 @@ from autopar.trace.torch_functions.ctc_loss import traced_ctc_losses
 from autopar.trace.torch_functions.custom_functions import call_as_op
 from autopar.trace.torch_functions.embedding_bags import written_embedding_bags
 from autopar.trace.torch_functions.feature_order import FEATURE_ORDER, features_in_order
-from autopar.trace.torch_functions.inactive_dropout import InactiveDropout, inputs_of_dropout
+from autopar.trace.torch_functions.inactive_dropout import dropout_as_asked, inputs_of_dropout
 from autopar.trace.torch_functions.inner_gradients import traced_gradients
 from autopar.trace.torch_functions.module_conversions import kept_modules
 from autopar.trace.torch_functions.multihead_attention import batch_first_attention
@@ -174,7 +174,7 @@ class _Wrapper(nn.Module):
                 SelectedPlaces(self.questions, self.records.notes_once),
                 PastAutograd(training=self.training),
                 RefusedFunctions(training=self.training),
-                InactiveDropout(),
+                dropout_as_asked(),
                 NumberedWrites(self.questions, self.records.passed),
             ):
                 watch = AttributeWatch(self.get_submodule(WRAPPED), self.records.reads)

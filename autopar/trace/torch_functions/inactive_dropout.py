@@ -7,7 +7,7 @@ of both (``h = self.dropout(x)``, ``h += y``) writes to both.  Where a model doe
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["InactiveDropout", "inputs_of_dropout"]
+__all__ = ["dropout_as_asked", "inputs_of_dropout"]
 
 _IS_GIVEN: ContextVar[bool] = ContextVar("is_given", default=False)
 
@@ -25,7 +25,7 @@ _ARGUMENTS = {F.dropout: ("input", "p", "training"), torch.dropout: ("input", "p
 
 @contextmanager
 def inputs_of_dropout() -> Generator[None]:
-    """Inside, `InactiveDropout` is active."""
+    """Inside, a trace has inputs in place of what dropout gives where it drops nothing."""
     token = _IS_GIVEN.set(True)
     try:
         yield
@@ -33,10 +33,13 @@ def inputs_of_dropout() -> Generator[None]:
         _IS_GIVEN.reset(token)
 
 
-class InactiveDropout(TorchFunctionMode):
-    """In this context, within that of `inputs_of_dropout`, dropout in evaluation, or with a probability of 0, gives its
-    input.
-    """
+def dropout_as_asked() -> AbstractContextManager[Any]:
+    """For the forward of a trace: a mode in which `inputs_of_dropout` holds, or none."""
+    return _InactiveDropout() if _IS_GIVEN.get() else nullcontext()
+
+
+class _InactiveDropout(TorchFunctionMode):
+    """In this context, dropout in evaluation, or with a probability of 0, gives its input."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,7 +47,7 @@ class InactiveDropout(TorchFunctionMode):
         """What `func` gives."""
         del types
         given = kwargs or {}
-        if _IS_GIVEN.get() and (names := _ARGUMENTS.get(func)) is not None:
+        if (names := _ARGUMENTS.get(func)) is not None:
             known = {**dict(zip(names, args, strict=False)), **given}
             x, p, training = (known.get(name) for name in names)
             is_probability = isinstance(p, int | float) and 0 <= p <= 1
