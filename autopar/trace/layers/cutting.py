@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from autopar.errors import TraceError
 from autopar.trace.graph import Graph
@@ -135,15 +135,15 @@ def crossings(graph: Graph) -> list[Crossing]:
     last_read: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
         last_read.update(dict.fromkeys(op.operands, index))
-    count = [0] * (len(graph.ops) + 1)
-    size = [0] * (len(graph.ops) + 1)
+    changes = [(0, 0)] * (len(graph.ops) + 2)
     for index, op in enumerate(graph.ops):
         for name in op.results:
-            # Values that only the caller reads cross nothing.
-            for place in range(index + 1, last_read.get(name, index) + 1):
-                count[place] += 1
-                size[place] += graph.types[name].num_bytes
-    return [Crossing(c, s) for c, s in zip(count, size, strict=True)]
+            behind = last_read.get(name, index) + 1  # values that only the caller reads cross nothing
+            for place, sign in ((index + 1, 1), (behind, -1)):
+                count, size = changes[place]
+                changes[place] = count + sign, size + sign * graph.types[name].num_bytes
+    total = accumulate(changes[:-1], lambda one, other: (one[0] + other[0], one[1] + other[1]))
+    return [Crossing(count, size) for count, size in total]
 
 
 def _cut_stretch(stretch: range, crossing: Sequence[Crossing], signatures: Sequence[int]) -> list[range]:
