@@ -58,6 +58,9 @@ class AutoparAccelerator(_Accelerator):
     def __init__(self, *args: Any, parallelize_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         untyped: Any = super()
         untyped.__init__(*args, **kwargs)
+        share_draws(
+            self.device
+        )  # scripts need no seed: accelerate sends weights, and has each rank draw its own batches
         self._begin(parallelize_kwargs)
 
     def _begin(self, parallelize_kwargs: Mapping[str, Any] | None) -> None:
@@ -129,6 +132,7 @@ class AutoparAccelerator(_Accelerator):
         untyped: Any = super()
         if count_ranks() == 1 or not models:
             return untyped.prepare(*args, device_placement=device_placement)
+        share_draws(self.device)
         if len(models) > 1:
             raise TrainerError(
                 f"prepare() got {len(models)} models: pass each with its optimizer, and a loader or "
@@ -211,7 +215,7 @@ class AutoparAccelerator(_Accelerator):
             load_model(model, str(Path(input_dir, f"autopar_model_{number}")))
         for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
             load_optimizer(model, optimizer, str(Path(input_dir, f"autopar_optimizer_{number}")))
-        share_draws()
+        share_draws(self.device)
 
 
 def _pairs(models: Any, optimizers: Any) -> list[tuple[Any, Any]]:

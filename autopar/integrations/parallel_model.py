@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.api import parallelize
 from autopar.errors import TrainerError
 from autopar.lower import ParallelModule
-from autopar.lower.kernels.random import generators_kept
+from autopar.lower.kernels.random import generator_state, generators_kept, set_generator_state
 from autopar.objects.compiled_modules import uncompiled
 
 _DCP: Any = dcp  # incomplete annotations
@@ -153,15 +153,16 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
         group["params"][:] = [own[names[id(p)]] for p in group["params"]]  # L-BFGS has the list as an attribute, too
 
 
-def share_draws() -> None:
-    """Have random generators stand where rank 0's do."""
+def share_draws(device: torch.device) -> None:
+    """Have random generators stand where rank 0's do: Python's, NumPy's, and torch's of the host and of `device`."""
     if count_ranks() > 1:
-        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), generator_state(device)]
         untyped: Any = dist
         untyped.broadcast_object_list(states, 0)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        set_generator_state(states[3], device)
 
 
 def save_model(model: nn.Module, folder: str) -> None:

@@ -150,7 +150,7 @@ class AutoparTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number."""
-        share_draws()
+        share_draws(self.args.device)
         untyped: Any = super()
         return untyped.train(*args, **kwargs)
 

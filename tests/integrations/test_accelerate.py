@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,9 +35,10 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(logits, y), logits
 
 
-def train(accelerator: Any, folder: Path, resume: Path | None = None) -> dict[str, Any]:
+def train(accelerator: Any, folder: Path, resume: Path | None = None, seed: int | None = 0) -> dict[str, Any]:
     """Two epochs; saves after the first, or begins with what another run saved there."""
-    torch.manual_seed(0)
+    if seed is not None:
+        torch.manual_seed(seed)
     data = [{"x": x, "y": torch.tensor(i % 5)} for i, x in enumerate(torch.randn(36, 12, dtype=torch.float64))]
     model = Classifier().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -122,6 +124,7 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         partial(check_loop, tmp_path, "data", ["data=2"]),
         partial(check_loop, tmp_path, "tensor", ["tensor=2"], "data"),
         check_refusals,
+        partial(check_no_seed, tmp_path / "unseeded"),
     )
     launch(
         4,
@@ -129,6 +132,19 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         partial(check_loop, tmp_path, "staged", ["pipeline=2", "data=2"], "data"),
     )
     assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "four"), expected)
+
+
+def check_no_seed(folder: Path) -> None:
+    """Each process has drawn other numbers, and the script sets no seed: weights and batches are those of rank 0."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    torch.manual_seed(dist.get_rank())
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs={"profile": False, "constraints": ["data=2"]})
+    found = train(accelerator, folder, seed=None)
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, found["losses"])
+    assert everywhere[0] == everywhere[1]
 
 
 def check_batches_that_fit() -> None:
