@@ -39,6 +39,14 @@ _accelerate = optional("accelerate", "accelerate")
 _Accelerator: type[Any] = _accelerate.Accelerator
 _NO: Any = _accelerate.DistributedType.NO
 
+_SAVES_WITHIN_S = 60.0  # ranks come to a checkpoint within seconds of each other
+_BARRIER_S = 1800.0  # torch's time limit for a barrier
+_ALL_RANKS = (
+    "each has a part of the model, so no rank saves, loads or calls it alone. Take what uses the model out of "
+    "`if accelerator.is_main_process:`, or have such blocks run on every rank: "
+    "AutoparAccelerator(every_rank_is_main=True)"
+)
+
 
 class AutoparAccelerator(_Accelerator):
     """An `accelerate.Accelerator`, used as that of one process.
@@ -47,6 +55,9 @@ class AutoparAccelerator(_Accelerator):
         args: as of `Accelerator`.
         parallelize_kwargs: arguments of `autopar.parallelize`, such as ``{"constraints": ["tensor=2"]}``.  Without
             ``"example_inputs"`` the first batch of the first loader that is prepared with the model is the example.
+        every_rank_is_main: `is_main_process` is true on every rank.  Scripts save, evaluate and generate with the model
+            in blocks for the main process, and each rank has a part of the model only; files that such blocks write are
+            then written by every rank, equally.
         kwargs: as of `Accelerator`.  ``mixed_precision="bf16"`` is what the plan computes in.
 
     Raises:
@@ -54,9 +65,18 @@ class AutoparAccelerator(_Accelerator):
     """
 
     parallelize_kwargs: Mapping[str, Any] = {}
+    every_rank_is_main: bool = False
+    _prepares_loader = False
 
-    def __init__(self, *args: Any, parallelize_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        parallelize_kwargs: Mapping[str, Any] | None = None,
+        every_rank_is_main: bool = False,
+        **kwargs: Any,
+    ) -> None:
         untyped: Any = super()
+        self.every_rank_is_main = every_rank_is_main
         untyped.__init__(*args, **kwargs)
         share_draws(
             self.device
@@ -94,7 +114,7 @@ class AutoparAccelerator(_Accelerator):
     @property
     def split_batches(self) -> bool:
         """That the batch size of a loader is that of all processes together."""
-        return True
+        return not self._prepares_loader
 
     @property
     def process_index(self) -> int:
@@ -103,8 +123,8 @@ class AutoparAccelerator(_Accelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return own_rank() == 0
+        """Whether this is rank 0, or any with `every_rank_is_main`."""
+        return self.every_rank_is_main or own_rank() == 0
 
     def gather(self, tensor: Any) -> Any:
         """The same: every process has the whole."""
@@ -123,6 +143,22 @@ class AutoparAccelerator(_Accelerator):
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Likewise."""
         return tensor
+
+    def wait_for_everyone(self) -> None:
+        """As `Accelerator.wait_for_everyone`.
+
+        Raises:
+            RankError: another rank calls a parallelized model meanwhile, and would wait for this one.
+        """
+        self._meet("accelerator.wait_for_everyone()", _BARRIER_S)
+        untyped: Any = super()
+        untyped.wait_for_everyone()
+
+    def _meet(self, what: str, within_s: float) -> None:
+        own: Any = self
+        parallel: list[Any] = [model for model in own._models if isinstance(model, ParallelModule)]
+        for model in parallel[:1]:
+            model._meet(what, within_s, _ALL_RANKS)
 
     # --- preparing
 
@@ -153,6 +189,15 @@ class AutoparAccelerator(_Accelerator):
         if optimizers:
             options.setdefault("optimizer", type(optimizers[0]))
         return parallelize_over_ranks(model, self.device, functools.partial(_example, loaders, self.device), options)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Accelerator.prepare_data_loader` on one process, where loaders may have no batch size."""
+        untyped: Any = super()
+        self._prepares_loader = True
+        try:
+            return untyped.prepare_data_loader(*args, **kwargs)
+        finally:
+            self._prepares_loader = False
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """As `Accelerator.prepare_model`; a parallel model stays as it is."""
@@ -195,6 +240,7 @@ class AutoparAccelerator(_Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As `Accelerator.save_state`, of all ranks: models and optimizers lie in folders, by names of parameters."""
         untyped: Any = super()
+        self._meet("accelerator.save_state()", _SAVES_WITHIN_S)
         with self._models_aside() as (models, optimizers):
             where = untyped.save_state(output_dir, safe_serialization, **kwargs)
         for number, model in enumerate(models):
@@ -209,6 +255,7 @@ class AutoparAccelerator(_Accelerator):
         untyped: Any = super()
         if input_dir is None:
             raise TrainerError("load_state() of a parallelized model needs its folder: load_state('checkpoint')")
+        self._meet("accelerator.load_state()", _SAVES_WITHIN_S)
         with self._models_aside() as (models, optimizers):
             untyped.load_state(input_dir, load_kwargs, **kwargs)
         for number, model in enumerate(models):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autopar.errors import TrainerError
+from autopar.errors import RankError, TrainerError
 from tests.end_to_end.harness import launch, parallelize
 from tests.integrations.test_transformers_trainer import as_torchrun
 
@@ -125,6 +126,11 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         partial(check_loop, tmp_path, "tensor", ["tensor=2"], "data"),
         check_refusals,
         partial(check_no_seed, tmp_path / "unseeded"),
+        partial(
+            check_block_of_the_main_process, tmp_path / "main", "save", r"save_state\(\) takes all.*every_rank_is_main"
+        ),
+        partial(check_block_of_the_main_process, tmp_path / "main", "call", r"wait_for_everyone\(\) takes all ranks"),
+        partial(check_block_of_the_main_process, tmp_path / "main", "save"),
     )
     launch(
         4,
@@ -145,6 +151,23 @@ def check_no_seed(folder: Path) -> None:
     everywhere: list[Any] = [None, None]
     dist.all_gather_object(everywhere, found["losses"])
     assert everywhere[0] == everywhere[1]
+
+
+def check_block_of_the_main_process(folder: Path, what: str, message: str = "") -> None:
+    """What takes all ranks is refused where rank 0 does it alone, on both ranks; without a `message` both do it."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    options = {"profile": False, "constraints": ["zero=3"]}
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options, every_rank_is_main=not message)
+    batch = {"x": torch.ones(8, 12, dtype=torch.float64), "y": torch.arange(8) % 5}
+    model, _ = accelerator.prepare(Classifier().double(), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    for _ in range(2):
+        model(**batch)[0].backward()
+    with pytest.raises(RankError, match=message) if message else nullcontext():
+        if accelerator.is_main_process:
+            model(**batch)[0].backward() if what == "call" else accelerator.save_state(str(folder))
+        accelerator.wait_for_everyone() if what == "call" else model(**batch)[0].backward()
 
 
 def check_batches_that_fit() -> None:

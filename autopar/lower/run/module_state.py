@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, RankError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
@@ -269,6 +269,18 @@ class ModuleState(WithoutWrappers):
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             yield
+
+    def _meet(self, what: str, within_s: float, instead: str) -> None:
+        """Wait for all ranks to do `what`, which is no call; `instead` says what else to do.
+
+        Raises:
+            RankError: a rank makes another call, has ended, or does not come within `within_s` seconds.
+        """
+        calls = self._communicator.calls
+        if calls is not None:
+            with calls.failing():
+                if not calls.meets(what, within_s):
+                    raise RankError(f"{what} takes all ranks, but only some came to it: {instead}")
 
     def __copy__(self) -> NoReturn:
         """Raise ModelError: two modules can't share the parameters of one."""
