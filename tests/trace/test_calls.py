@@ -309,6 +309,19 @@ def test_plain_objects_are_looked_into():
         traced.flatten_inputs((NestedTensor(*other.decomposed, 4),), {})
 
 
+def test_dicts_of_a_class_of_their_own_are_looked_into():
+    class Labeled(Module):
+        def forward(self, x, labels):
+            return sum((self.linear(x) - label["target"]).square().mean() for label in labels)
+
+    labels = [transformers.BatchFeature({"target": torch.randn_like(X)}) for _ in range(2)]
+    model = Labeled()
+    traced = trace(model, (X, labels), {})
+    targets = [label["target"] for label in labels]
+    assert all(a is b for a, b in zip(traced.flatten_inputs((X, labels), {})[1:], targets, strict=True))
+    torch.testing.assert_close(interpret(traced, model, [X, *targets])[0][0], model(X, labels))
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
+from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -260,7 +261,9 @@ def is_cache(value: Any) -> bool:
 
 
 def _open_object(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
-    """An object of a class of the user's own, if all that it holds are tensors and what can be compared."""
+    """An object of a class of the user's own, or a dict with a class of its own, if all that it holds are tensors and
+    what can be compared.
+    """
     if not holds_tensors(value) or not _is_plain_object(value, ()):
         return None
     attributes: Mapping[str, Any] = vars(cast("object", value))
@@ -274,7 +277,12 @@ _OPENED = (tuple, list, dict)
 def _is_plain_object(value: Any, inside: tuple[int, ...]) -> bool:
     kind: Any = type(cast("object", value))
     is_foreign = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "transformers") or callable(value)
-    if is_foreign or id(value) in inside or not hasattr(value, "__dict__") or getattr(kind, "__slots__", ()):
+    if (
+        (is_foreign and not isinstance(value, UserDict))
+        or id(value) in inside
+        or not hasattr(value, "__dict__")
+        or getattr(kind, "__slots__", ())
+    ):
         return False
     return all(_can_be_compared(part, (*inside, id(value))) for part in vars(value).values())
 
