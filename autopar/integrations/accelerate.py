@@ -229,21 +229,61 @@ class AutoparAccelerator(_Accelerator):
 
     @contextmanager
     def _models_aside(self) -> Generator[tuple[list[Any], list[Any]]]:
+        """Inside, accelerate knows of no models, optimizers and hooks; gives those that there are."""
         own: Any = self
-        models, optimizers = own._models, own._optimizers
-        own._models, own._optimizers = [], []
+        names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
+        before = {name: getattr(own, name) for name in names}
+        for name, each in before.items():
+            setattr(own, name, type(each)())
         try:
-            yield models, [getattr(each, "optimizer", each) for each in optimizers]
+            yield before["_models"], [getattr(each, "optimizer", each) for each in before["_optimizers"]]
         finally:
-            own._models, own._optimizers = models, optimizers
+            for name, each in before.items():
+                setattr(own, name, each)
+
+    @contextmanager
+    def _in_hooks(self, models: list[Any]) -> Generator[None]:
+        """Inside, every rank does what hooks have the main process do, and states of models are whole."""
+        parallel = [model for model in models if isinstance(model, ParallelModule)]
+        before, self.every_rank_is_main = self.every_rank_is_main, True
+        for model in parallel:
+            vars(model)["state_dict"] = model.full_state_dict
+        try:
+            yield
+        finally:
+            self.every_rank_is_main = before
+            for model in parallel:
+                vars(model).pop("state_dict", None)
+
+    def _run_save_hooks(self, models: list[Any], folder: str) -> list[Any]:
+        """Run the hooks before a save, as accelerate does; gives the models whose weights they leave to be saved."""
+        own: Any = self
+        given = [model.state_dict() for model in models]
+        left = list(given)
+        with self._in_hooks(models):
+            for hook in own._save_model_state_pre_hook.values():
+                hook(models, left, folder)
+        return [model for model, state in zip(models, given, strict=True) if any(state is x for x in left)]
+
+    def _run_load_hooks(self, models: list[Any], folder: str) -> list[Any]:
+        """Run the hooks before a load, as accelerate does; gives the models that they leave to be loaded."""
+        own: Any = self
+        left = list(models)
+        with self._in_hooks(models):
+            for hook in own._load_model_state_pre_hook.values():
+                hook(left, folder)
+        return left
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As `Accelerator.save_state`, of all ranks: models and optimizers lie in folders, by names of parameters."""
+        """As `Accelerator.save_state`, of all ranks: models and optimizers lie in folders, by names of parameters.
+
+        Hooks of ``register_save_state_pre_hook`` run on every rank.
+        """
         untyped: Any = super()
         self._meet("accelerator.save_state()", _SAVES_WITHIN_S)
         with self._models_aside() as (models, optimizers):
             where = untyped.save_state(output_dir, safe_serialization, **kwargs)
-        for number, model in enumerate(models):
+        for number, model in enumerate(self._run_save_hooks(models, where)):
             save_model(model, str(Path(where, f"autopar_model_{number}")))
         for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
             save_optimizer(model, optimizer, str(Path(where, f"autopar_optimizer_{number}")))
@@ -258,7 +298,7 @@ class AutoparAccelerator(_Accelerator):
         self._meet("accelerator.load_state()", _SAVES_WITHIN_S)
         with self._models_aside() as (models, optimizers):
             untyped.load_state(input_dir, load_kwargs, **kwargs)
-        for number, model in enumerate(models):
+        for number, model in enumerate(self._run_load_hooks(models, input_dir)):
             load_model(model, str(Path(input_dir, f"autopar_model_{number}")))
         for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
             load_optimizer(model, optimizer, str(Path(input_dir, f"autopar_optimizer_{number}")))

@@ -131,6 +131,7 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         ),
         partial(check_block_of_the_main_process, tmp_path / "main", "call", r"wait_for_everyone\(\) takes all ranks"),
         partial(check_block_of_the_main_process, tmp_path / "main", "save"),
+        partial(check_hooks, tmp_path / "hooks"),
     )
     launch(
         4,
@@ -168,6 +169,41 @@ def check_block_of_the_main_process(folder: Path, what: str, message: str = "") 
         if accelerator.is_main_process:
             model(**batch)[0].backward() if what == "call" else accelerator.save_state(str(folder))
         accelerator.wait_for_everyone() if what == "call" else model(**batch)[0].backward()
+
+
+def check_hooks(folder: Path) -> None:
+    """Hooks that save and load models in files of their own, as diffusers' scripts have them, get the models."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    def save(models: list[Any], weights: list[Any], where: str) -> None:
+        if accelerator.is_main_process:
+            for each in models:
+                torch.save({name: x for name, x in each.state_dict().items() if "head" in name}, Path(where, "head.pt"))
+                weights.pop()
+
+    def load(models: list[Any], where: str) -> None:
+        while models:
+            loaded = torch.load(Path(where, "head.pt"))
+            assert not models.pop().load_state_dict(loaded, strict=False).unexpected_keys
+
+    as_torchrun()
+    options = {"profile": False, "constraints": ["zero=3"]}
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
+    batch = {"x": torch.ones(8, 12, dtype=torch.float64), "y": torch.arange(8) % 5}
+    model, _ = accelerator.prepare(Classifier().double(), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    before = {name: x.clone() for name, x in model.full_state_dict().items()}
+    accelerator.save_state(str(folder))
+    torch.testing.assert_close(torch.load(folder / "head.pt")["head.weight"], before["head.weight"])
+    assert not Path(folder, "autopar_model_0").exists()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    accelerator.load_state(str(folder))
+    after = model.full_state_dict()
+    torch.testing.assert_close(after["head.weight"], before["head.weight"])
+    torch.testing.assert_close(after["first.weight"], before["first.weight"] + 1.0)
 
 
 def check_batches_that_fit() -> None:
