@@ -277,7 +277,7 @@ _OPENED = (tuple, list, dict)
 def _is_plain_object(value: Any, inside: tuple[int, ...]) -> bool:
     kind: Any = type(cast("object", value))
     is_foreign = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "transformers") or callable(value)
-    if (is_foreign and not issubclass(kind, UserDict)) or id(value) in inside or getattr(kind, "__slots__", ()):
+    if (is_foreign and UserDict not in kind.__mro__) or id(value) in inside or getattr(kind, "__slots__", ()):
         return False
     if not hasattr(value, "__dict__"):
         return False
