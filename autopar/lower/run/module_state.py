@@ -27,6 +27,7 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore, written_member
+from autopar.lower.run.attributes import Attributes
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.original_copy import copy_original
@@ -189,8 +190,10 @@ class ModuleState(WithoutWrappers):
         with nullcontext() if calls is None else calls.failing():
             if is_writer:
                 vars(self)["state_dict"] = partial(_same, whole)
+            attributes: Attributes = vars(self)["_attributes"]
             try:
-                yield is_writer
+                with attributes.kept():  # diffusers, for one, notes its version in the config
+                    yield is_writer
             finally:
                 vars(self).pop("state_dict", None)
             done = torch.zeros(1, device=self._communicator.device)
