@@ -15,17 +15,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
 from autopar.errors import TrainerError
 from autopar.lower import ParallelModule
 from autopar.lower.kernels.random import generator_state, generators_kept, set_generator_state
+from autopar.lower.parameters.known_meshes import read_whole
 from autopar.objects.compiled_modules import uncompiled
 
 _DCP: Any = dcp  # incomplete annotations
 
 __all__ = [
-    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "inputs_of_call", "load_model",
+    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "give_back", "inputs_of_call", "load_model",
     "load_optimizer", "own_rank", "parallelize_over_ranks", "save_model", "save_optimizer", "share_draws",
     "wait_for_ranks",
 ]  # fmt: skip
@@ -151,6 +153,29 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
                 "make it of model.parameters() of the one model that is passed with it"
             )
         group["params"][:] = [own[names[id(p)]] for p in group["params"]]  # L-BFGS has the list as an attribute, too
+
+
+def give_back(parallel: nn.Module, original: nn.Module | None) -> None:
+    """Give `original`, where a rank still has it, the values that `parallel`, which was made of it, has now.
+
+    Every rank calls it.  Tensors are gathered one at a time, as those of the whole model may not fit twice.
+    """
+    mine = uncompiled(original) if original is not None else None
+    tensors: dict[str, torch.Tensor] = {} if mine is None else {**_named_tensors(mine)}
+    is_needed: list[bool] = [False] * count_ranks()
+    untyped: Any = dist
+    untyped.all_gather_object(is_needed, any(not x.is_meta for x in tensors.values()))
+    if not any(is_needed):
+        return
+    with torch.no_grad():
+        for name, x in _named_tensors(parallel).items():
+            whole = read_whole(x) if isinstance(x, DTensor) else x
+            if name in tensors and not tensors[name].is_meta:
+                tensors[name].copy_(whole)
+
+
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def share_draws(device: torch.device) -> None:

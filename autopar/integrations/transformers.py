@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from autopar.integrations.parallel_model import (
     draws_kept,
     exchange_parameters,
     first_batch,
+    give_back,
     inputs_of_call,
     load_optimizer,
     own_rank,
@@ -108,12 +110,14 @@ class AutoparTrainerMixin:
     def __init__(self, *args: Any, parallelize_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallelize_kwargs = dict(parallelize_kwargs or {})
         self._num_parameters = 0
+        self._original: weakref.ref[nn.Module] | None = None
         untyped: Any = super()
         untyped.__init__(*args, **kwargs)
         if count_ranks() > 1:
             own: Any = self
             own._train_batch_size = self.args.train_batch_size
             original = self.model
+            self._original = weakref.ref(original)
             self.model = self.model_wrapped = self._parallelize(original)
             own.callback_handler.model = self.model
             if self.optimizer is not None:  # the caller's, of the original's parameters
@@ -149,10 +153,16 @@ class AutoparTrainerMixin:
         return self._parallelize(made) if isinstance(getattr(self, "model", None), ParallelModule) else made
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number."""
+        """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number.
+
+        The model that the trainer was made with then has the values that training gave, as on one process.
+        """
         share_draws(self.args.device)
         untyped: Any = super()
-        return untyped.train(*args, **kwargs)
+        result = untyped.train(*args, **kwargs)
+        if isinstance(self.model, ParallelModule) and self._original is not None:
+            give_back(self.model, self._original())
+        return result
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, on one process."""
