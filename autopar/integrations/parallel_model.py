@@ -132,11 +132,20 @@ def first_batch(loader: Iterable[Any], device: torch.device) -> Any:
     raise TrainerError("the loader gives no batch, so there are no example inputs to plan with")
 
 
-def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, parallel: nn.Module) -> None:
+def exchange_parameters(
+    optimizer: torch.optim.Optimizer, original: nn.Module, parallel: nn.Module, *, others: bool = False
+) -> None:
     """Have an optimizer of the parameters of `original`, that has not stepped yet, train those of `parallel`.
 
+    Args:
+        optimizer: of these parameters.
+        original: the model that `parallel` was made of.
+        parallel: has as many.
+        others: there may be parameters of something else, such as a loss's own.  They get groups of their own, as
+            functions of lists of tensors take DTensors or plain ones.
+
     Raises:
-        TrainerError: the optimizer has state, or parameters of something else.
+        TrainerError: the optimizer has state, or, without `others`, parameters of something else.
     """
     if optimizer.state:
         raise TrainerError(
@@ -145,14 +154,20 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
         )
     names = {id(p): name for name, p in uncompiled(original).named_parameters(remove_duplicate=False)}
     own = dict(parallel.named_parameters(remove_duplicate=False))
-    for group in optimizer.param_groups:
+    for group in tuple(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
+        if unknown and not others:
             raise TrainerError(
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
                 "make it of model.parameters() of the one model that is passed with it"
             )
-        group["params"][:] = [own[names[id(p)]] for p in group["params"]]  # L-BFGS has the list as an attribute, too
+        known = [own[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        plain = [p for p in known if not isinstance(p, DTensor)]
+        is_mixed = bool(unknown) and 0 < len(plain) < len(known)
+        # In place, as L-BFGS has the list as an attribute, too.
+        group["params"][:] = [p for p in known if isinstance(p, DTensor)] if is_mixed else known
+        if is_mixed:
+            optimizer.add_param_group({**group, "params": plain})
 
 
 def give_back(parallel: nn.Module, original: nn.Module | None) -> None:

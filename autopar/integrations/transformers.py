@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ _Seq2SeqTrainer: type[Any] = _transformers.Seq2SeqTrainer
 _NO: Any = optional("accelerate", "transformers[torch]").DistributedType.NO
 
 _OPTIMIZER_FOLDER = "autopar_optimizer"
+_PARAMETER_GROUPS = ("params", "model", "optimizer_dict")  # in which trainers pass parameters with other arguments
 
 _MODEL_CHANGES = {
     "activation_checkpointing": "the plan decides what is computed again: parallelize_kwargs={'memory': ...} or "
@@ -182,7 +184,8 @@ class AutoparTrainerMixin:
             options.setdefault("precision", "bf16")
         own: Any = self
         known: Any = own.optimizer_cls_and_kwargs if own.optimizer is None else (type(own.optimizer), {})
-        kind, kwargs = known or own.get_optimizer_cls_and_kwargs(self.args, model)
+        kind, found = known or own.get_optimizer_cls_and_kwargs(self.args, model)
+        kwargs = {name: value for name, value in found.items() if name not in _PARAMETER_GROUPS}
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             options.setdefault("optimizer", functools.partial(kind, **kwargs))
         if hasattr(model, "num_parameters"):
@@ -191,7 +194,16 @@ class AutoparTrainerMixin:
         model.train()  # as train() will
         return parallelize_over_ranks(model, self.args.device, self._example_inputs, options)
 
-    def _example_inputs(self) -> dict[str, Any]:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; where it was made of a loss that has the model that was passed, of the parallel one's."""
+        untyped: Any = super()
+        made = untyped.create_optimizer(*args, **kwargs)
+        original = None if self._original is None else self._original()
+        if isinstance(self.model, ParallelModule) and original is not None and not _inner(made).state:
+            exchange_parameters(_inner(made), original, self.model, others=True)
+        return made
+
+    def _example_inputs(self) -> dict[str, Any] | tuple[Any, ...]:
         """What `compute_loss` calls the model with on the whole first batch: that of train(), in its order."""
         own: Any = self
         dataset: Any = own.eval_dataset if own.train_dataset is None else own.train_dataset
@@ -222,6 +234,8 @@ class AutoparTrainerMixin:
             self.args.device,
         )
         if isinstance(called, dict) and batch.keys() & set(own.label_names) <= called.keys():
+            return called
+        if called and not _takes(self.model, batch):
             return called
         # compute_loss keeps the labels, and the loss, to itself: the plan is for the model's own loss where it has one.
         if own.model_accepts_loss_kwargs and count is not None:
@@ -315,6 +329,15 @@ class AutoparTrainer(AutoparTrainerMixin, _Trainer):
 
 class AutoparSeq2SeqTrainer(AutoparTrainerMixin, _Seq2SeqTrainer):
     """transformers' ``Seq2SeqTrainer`` likewise."""
+
+
+def _takes(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has the arguments of the model's forward."""
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 def _check(args: Any) -> None:
