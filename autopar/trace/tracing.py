@@ -54,6 +54,7 @@ from autopar.trace.passes import (
     merged_rows,
     padding,
     plain_numbers,
+    python_loops,
     reader_order,
     rewrites,
 )
@@ -141,7 +142,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     padding.join_padding,
     alike_pieces.batch_alike_pieces,
     cleanup.drop_dead_ops,
-    cleanup.join_written_slices,
+    python_loops.join_python_loops,
     expert_regions.join_experts,
     cleanup.drop_dead_ops,
     plain_numbers.rewrite_created_like,

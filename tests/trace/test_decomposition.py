@@ -93,7 +93,9 @@ class Filled(nn.Module):
             shares /= shares.reshape(-1).sum() + 1
             mixed = nn.functional.linear(x[None], x)[0]
             mixed += shares.sin()
-            x = halves[inverse] + x.cos() + shares + mixed.sum()
+            top, places = x.topk(2)  # a result among several
+            top /= top.sum(-1, keepdim=True) + 1
+            x = halves[inverse] + x.cos() + shares + mixed.sum() + top[places.argsort(0)].sum()
         seen = (x * 3).reshape(-1)
         before = seen.sum()
         seen.add_(1)

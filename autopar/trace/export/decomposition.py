@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.export.canonical_texts import canonical_text
 from autopar.trace.export.hidden_views import refuse_writes_to_hidden_views
-from autopar.trace.export.own_writes import group_writes
+from autopar.trace.export.own_writes import copy_written_results, group_writes
 
 __all__ = ["CHECKS", "Functional", "decompose"]
 
@@ -115,6 +115,7 @@ def decompose(exported: torch.export.ExportedProgram) -> Functional:
     _drop_checked_numbers(exported.graph)
     refuse_writes_to_hidden_views(exported.graph)
     _drop_other_names(exported)
+    copy_written_results(exported.graph, _is_plain)
     units = _units(exported)
     keys = {last: unit.key for last, unit in units.items()}
     kinds = {keys[last]: unit for last, unit in reversed(units.items())}

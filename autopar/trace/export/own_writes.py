@@ -6,12 +6,35 @@ An example is an inverse permutation, ``inverse = empty_like(order); inverse[ord
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
 
+import torch
 from torch import fx
 
-from autopar.trace.compat import torch_internals
+from autopar.trace.compat import torch_internals, torch_recording
 
-__all__ = ["group_writes"]
+__all__ = ["copy_written_results", "group_writes"]
+
+
+def copy_written_results(graph: fx.Graph, is_op: Callable[[fx.Node], bool]) -> None:
+    """Let writes to one of several results that an op makes (``values, ids = topk(x); values /= values.sum()``) be
+    writes to a copy of it, which is a group's maker: all that reads the result reads the copy.
+
+    Results of composite ops may share memory with others, and stay.
+    """
+    for op in list(filter(is_op, graph.nodes)):
+        result = _source(op) if torch_internals.writes(op.target) else None
+        if result is None or result.target is not getitem:
+            continue
+        maker = result.args[0]
+        assert isinstance(maker, fx.Node)
+        is_fresh = torch_internals.is_plain_op(maker.target) and not torch_internals.shared(maker.target)
+        if not is_fresh or torch_recording.is_composite(str(maker.target)):
+            continue
+        with graph.inserting_after(result):
+            copy = graph.call_function(torch.ops.aten.clone.default, (result,))
+        copy.meta = dict(result.meta)
+        result.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
 
 
 def group_writes(ops: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]] | None:
@@ -37,9 +60,15 @@ def group_writes(ops: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]] |
 
 def _maker(op: fx.Node) -> fx.Node | None:
     """The op whose new tensor this one shares, or None if that isn't known."""
-    while shared := torch_internals.shared(op.target):
+    source = _source(op)
+    return source if source is not None and torch_internals.is_plain_op(source.target) else None
+
+
+def _source(op: fx.Node) -> fx.Node | None:
+    """The first node, back from `op`, that shares memory with no operand, as it says; None if that isn't known."""
+    while torch_internals.is_plain_op(op.target) and (shared := torch_internals.shared(op.target)):
         source = op.args[shared[0]] if len(shared) == 1 and shared[0] < len(op.args) else None
-        if not isinstance(source, fx.Node) or not torch_internals.is_plain_op(source.target):
+        if not isinstance(source, fx.Node):
             return None
         op = source
     return op

@@ -18,6 +18,7 @@ from autopar.trace.layers.repetition import MAX_OPS, MIN_OPS, OpSpan, find_perio
 
 __all__ = ["Crossing", "LayerNeeds", "crossings", "cut_layers", "divide_layers"]
 
+_FEWEST_ITERATIONS = 4  # of a loop; what repeats less, as queries, keys and values do, is cut where little crosses
 _TARGET_OPS = 40  # about the ops of a transformer block, which is what a layer is where modules say so
 
 
@@ -157,7 +158,31 @@ def _cut_stretch(stretch: range, crossing: Sequence[Crossing], signatures: Seque
         unit = sum(len(atom) for atom in atoms[start : start + length])
         if unit * repetitions >= 2 * MIN_OPS and unit <= MAX_OPS:
             return _cut_period(stretch, atoms, (start, length, repetitions), crossing, signatures)
-    return _cut_narrow(stretch, crossing)
+    return _cut_loop(stretch, crossing, signatures) or _cut_narrow(stretch, crossing)
+
+
+def _cut_loop(stretch: range, crossing: Sequence[Crossing], signatures: Sequence[int]) -> list[range]:
+    """Layers of as many iterations of a loop in Python as are about `_TARGET_OPS` ops; none without such a loop.
+
+    An iteration begins where the fewest bytes cross.
+    """
+    period = find_period(signatures[stretch.start : stretch.stop], longest=MAX_OPS)
+    if period is None or period[2] < _FEWEST_ITERATIONS:
+        return []
+    start, unit, repetitions = period
+    together = max(1, round(_TARGET_OPS / unit))
+    first = min(range(stretch.start + start, stretch.start + start + unit), key=lambda place: crossing[place].num_bytes)
+    repetitions -= first > stretch.start + start
+    count = repetitions // together
+    if count < 2 or unit * together * count < 2 * _TARGET_OPS:
+        return []
+    length = unit * together
+    layers = [range(first + i * length, first + (i + 1) * length) for i in range(count)]
+    return [
+        *_cut_stretch(range(stretch.start, first), crossing, signatures),
+        *layers,
+        *_cut_stretch(range(layers[-1].stop, stretch.stop), crossing, signatures),
+    ]
 
 
 def _cut_period(

@@ -95,15 +95,16 @@ def _attach_glue(ops: Sequence[Op], runs: Sequence[OpSpan]) -> list[OpSpan]:
     return [run for run in made if len(run)]
 
 
-def find_period(signatures: Sequence[int]) -> tuple[int, int, int] | None:
-    """The stretch of a sequence that repeats most: ``(start, period, repetitions)``, or None.
+def find_period(signatures: Sequence[int], longest: int | None = None) -> tuple[int, int, int] | None:
+    """The stretch of a sequence that repeats most: ``(start, period, repetitions)``, or None; no period is longer than
+    `longest`.
 
     >>> find_period([7, 1, 2, 1, 2, 1, 2, 9])
     (1, 2, 3)
     """
     best: tuple[int, int, int] | None = None
     best_covered = 0
-    for period in range(1, len(signatures) // 2 + 1):
+    for period in range(1, min(len(signatures) // 2, longest or len(signatures)) + 1):
         start = 0
         while start + 2 * period <= len(signatures):
             stop = start + period

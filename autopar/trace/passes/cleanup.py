@@ -13,7 +13,7 @@ from autopar.trace.graph import Graph, rename
 
 __all__ = [
     "TO_THE_END", "bypass", "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies",
-    "is_elementwise", "is_repeatable", "join_written_slices", "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
+    "is_elementwise", "is_repeatable", "merge_equal_ops", "slice_bounds", "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -226,50 +226,14 @@ def _spell_slice(op: Op, source: TensorType) -> Op:
     return replace(op, args=args if step == 1 else (*args, step), kwargs=())
 
 
-def join_written_slices(graph: Graph) -> Graph:
-    """Write slices that together overwrite all of a tensor as what they are: a cat.  What was in it is never read."""
-    producers, at_end = graph.producers, graph.read_at_end
-    counts: dict[str, int] = {}
-    for name in (name for op in graph.ops for name in op.operands):
-        counts[name] = counts.get(name, 0) + 1
-
-    def join(op: Op) -> Iterable[Op] | None:
-        written: list[tuple[int, int, Ref]] = []
-        last: Op | None = op
-        while last is not None and (piece := _written_slice(last, graph)) is not None:
-            if written and (counts[last.results[0]] > 1 or last.results[0] in at_end or _dim(last) != _dim(op)):
-                break
-            written.append(piece)
-            if sum(stop - start for start, stop, _ in written) >= graph.types[op.results[0]].shape[_dim(op)]:
-                break
-            last = producers.get(last.operands[0])
-        edges = [0, *(edge for start, stop, _ in sorted(written, key=lambda each: each[0]) for edge in (start, stop))]
-        edges.append(graph.types[op.results[0]].shape[_dim(op)] if written else -1)
-        if any(low != high for low, high in zip(edges[::2], edges[1::2], strict=True)):
-            return None
-        pieces = tuple(piece for _, _, piece in sorted(written, key=lambda each: each[0]))
-        return [replace(op, target="aten.cat.default", args=(pieces, _dim(op)), kwargs=())]
-
-    return graph.rewrite(join)
-
-
-def _dim(op: Op) -> int:
-    dim = argument(op, 2, "dim", 0)
-    return dim if isinstance(dim, int) else 0
-
-
-def _written_slice(op: Op, graph: Graph) -> tuple[int, int, Ref] | None:
-    """From where to where `op` writes along its dim, and what; None unless it writes a slice without gaps."""
-    if op.target != "aten.slice_scatter.default" or op.kwargs or argument(op, 5, "step", 1) != 1:
+def slice_bounds(op: Op, source: TensorType) -> tuple[int, int, int] | None:
+    """The dim that `op` cuts, and from where to where; None if it leaves gaps, or numbers are not known."""
+    if argument(op, 4, "step", 1) != 1:
         return None
-    source, result = op.args[1], graph.types[op.results[0]]
-    assert isinstance(source, Ref)
-    spelled = _spell_slice(replace(op, args=(op.args[0], *op.args[2:])), result)
-    size = result.shape[_dim(op)]
-    start, end = spelled.args[2], spelled.args[3]
-    if not isinstance(start, int) or not isinstance(end, int) or graph.types[source.name].dtype != result.dtype:
+    dim, start, end = _spell_slice(op, source).args[1:4]
+    if not isinstance(dim, int) or not isinstance(start, int) or not isinstance(end, int):
         return None
-    return start, min(end, size), source
+    return dim, start, min(end, source.shape[dim])
 
 
 def _as_expand(op: Op, index: int, graph: Graph) -> Op:
