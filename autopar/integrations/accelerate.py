@@ -10,7 +10,7 @@ import functools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ class AutoparAccelerator(_Accelerator):
         args: as of `Accelerator`.
         parallelize_kwargs: arguments of `autopar.parallelize`, such as ``{"constraints": ["tensor=2"]}``.  Without
             ``"example_inputs"`` the first batch of the first loader that is prepared with the model is the example.
+            Several models in one `prepare` need a list of them, one for each in order; None: a model stays as it is.
         every_rank_is_main: `is_main_process` is true on every rank.  Scripts save, evaluate and generate with the model
             in blocks for the main process, and each rank has a part of the model only; files that such blocks write are
             then written by every rank, equally.
@@ -169,21 +170,34 @@ class AutoparAccelerator(_Accelerator):
         if count_ranks() == 1 or not models:
             return untyped.prepare(*args, device_placement=device_placement)
         share_draws(self.device)
-        if len(models) > 1:
-            raise TrainerError(
-                f"prepare() got {len(models)} models: pass each with its optimizer, and a loader or "
-                "parallelize_kwargs={'example_inputs': ...}, to a prepare() of its own"
-            )
-        model = models[0]
+        loaders: list[Any] = [each for each in args if isinstance(each, torch.utils.data.DataLoader)]
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        made = self.parallelize(model, [x for x in args if isinstance(x, torch.utils.data.DataLoader)], optimizers)
+        made: dict[int, Any] = {}
+        for model, options in zip(models, self._options(models), strict=True):
+            if options is not None:
+                made[id(model)] = self.parallelize(model, loaders, _optimizers_of(model, optimizers), options)
         for optimizer in optimizers:
-            exchange_parameters(optimizer, model, made)
-        return untyped.prepare(*(made if x is model else x for x in args), device_placement=device_placement)
+            for model in models:
+                if id(model) in made:
+                    exchange_parameters(optimizer, model, made[id(model)], others=len(models) > 1)
+        return untyped.prepare(*(made.get(id(x), x) for x in args), device_placement=device_placement)
 
-    def parallelize(self, model: nn.Module, loaders: Any, optimizers: Any) -> Any:
-        """The parallel model, for these loaders and optimizers."""
+    def _options(self, models: list[nn.Module]) -> list[dict[str, Any] | None]:
+        """Arguments of `autopar.parallelize` for each model; None for one that stays as it is."""
         options = dict(self.parallelize_kwargs)
+        if len(models) == 1:
+            return [options]
+        examples: Any = options.pop("example_inputs", ())
+        if not isinstance(examples, list | tuple) or len(cast("list[Any]", examples)) != len(models):
+            raise TrainerError(
+                f"prepare() got {len(models)} models: pass example inputs of each, in their order, "
+                "AutoparAccelerator(parallelize_kwargs={'example_inputs': [...]}), with None for a model that stays as "
+                "it is, or pass each with its optimizer and a loader to a prepare() of its own"
+            )
+        return [None if x is None else {**options, "example_inputs": x} for x in cast("list[Any]", examples)]
+
+    def parallelize(self, model: nn.Module, loaders: Any, optimizers: Any, options: dict[str, Any]) -> Any:
+        """The parallel model, for these loaders and optimizers."""
         if self.mixed_precision == "bf16":
             options.setdefault("precision", "bf16")
         if optimizers:
@@ -303,6 +317,12 @@ class AutoparAccelerator(_Accelerator):
         for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
             load_optimizer(model, optimizer, str(Path(input_dir, f"autopar_optimizer_{number}")))
         share_draws(self.device)
+
+
+def _optimizers_of(model: nn.Module, optimizers: Any) -> list[Any]:
+    """Those that have parameters of a model."""
+    own = {id(p) for p in model.parameters()}
+    return [each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])]
 
 
 def _pairs(models: Any, optimizers: Any) -> list[tuple[Any, Any]]:

@@ -103,7 +103,7 @@ def check_refusals() -> None:
     accelerator = accelerator_of(AutoparAccelerator)
     with pytest.raises(TrainerError, match="without a DataLoader"):
         accelerator.prepare(Classifier())
-    with pytest.raises(TrainerError, match="got 2 models: pass each with its optimizer"):
+    with pytest.raises(TrainerError, match="got 2 models: pass example inputs of each"):
         accelerator.prepare(Classifier(), Classifier())
     stranger = torch.optim.SGD(Classifier().parameters())
     example = {"x": torch.zeros(4, 12), "y": torch.zeros(4, dtype=torch.long)}
@@ -120,8 +120,14 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
 
     expected = train(accelerator_of(accelerate.Accelerator), tmp_path / "one")
     (tmp_path / "expected.json").write_text(json.dumps(expected))
+    both: list[list[float]] = []
+    for is_joint in (False, True):
+        accelerator = accelerator_of(accelerate.Accelerator)
+        accelerator.gradient_accumulation_steps = 1
+        both.append(train_two(accelerator, is_joint=is_joint))
     launch(
         2,
+        partial(check_two_models, both),
         partial(check_loop, tmp_path, "data", ["data=2"]),
         partial(check_loop, tmp_path, "tensor", ["tensor=2"], "data"),
         check_refusals,
@@ -169,6 +175,45 @@ def check_block_of_the_main_process(folder: Path, what: str, message: str = "") 
         if accelerator.is_main_process:
             model(**batch)[0].backward() if what == "call" else accelerator.save_state(str(folder))
         accelerator.wait_for_everyone() if what == "call" else model(**batch)[0].backward()
+
+
+def train_two(accelerator: Any, *, is_joint: bool) -> list[float]:
+    """Two models, each with an optimizer or with one for both, and one that is frozen, in one `prepare`."""
+    torch.manual_seed(0)
+    model, critic, frozen = (
+        Classifier().double(),
+        nn.Linear(5, 1).double(),
+        nn.Linear(1, 1).double().requires_grad_(False),
+    )
+    groups = [model.parameters(), critic.parameters()]
+    optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in ([[*groups[0], *groups[1]]] if is_joint else groups)]
+    model, critic, frozen, *optimizers = accelerator.prepare(model, critic, frozen, *optimizers)
+    losses: list[float] = []
+    for _ in range(3):
+        loss, logits = model(torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12), torch.arange(8) % 5)
+        loss = loss + frozen(critic(logits)).square().mean()
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_two_models(expected: list[list[float]]) -> None:
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    examples = [
+        {"x": torch.zeros(8, 12, dtype=torch.float64), "y": torch.zeros(8, dtype=torch.int64)},
+        (torch.zeros(8, 5, dtype=torch.float64, requires_grad=True),),
+        None,
+    ]
+    options = {"profile": False, "constraints": ["zero=3"], "example_inputs": examples}
+    for is_joint, wanted in zip((False, True), expected, strict=True):
+        accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
+        accelerator.gradient_accumulation_steps = 1
+        assert train_two(accelerator, is_joint=is_joint) == pytest.approx(wanted, rel=1e-9)
 
 
 def check_hooks(folder: Path) -> None:
