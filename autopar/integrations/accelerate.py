@@ -177,9 +177,7 @@ class AutoparAccelerator(_Accelerator):
             if options is not None:
                 made[id(model)] = self.parallelize(model, loaders, _optimizers_of(model, optimizers), options)
         for optimizer in optimizers:
-            for model in models:
-                if id(model) in made:
-                    exchange_parameters(optimizer, model, made[id(model)], others=len(models) > 1)
+            exchange_parameters(optimizer, *((model, made[id(model)]) for model in models if id(model) in made))
         return untyped.prepare(*(made.get(id(x), x) for x in args), device_placement=device_placement)
 
     def _options(self, models: list[nn.Module]) -> list[dict[str, Any] | None]:

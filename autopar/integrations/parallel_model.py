@@ -133,14 +133,13 @@ def first_batch(loader: Iterable[Any], device: torch.device) -> Any:
 
 
 def exchange_parameters(
-    optimizer: torch.optim.Optimizer, original: nn.Module, parallel: nn.Module, *, others: bool = False
+    optimizer: torch.optim.Optimizer, *pairs: tuple[nn.Module, nn.Module], others: bool = False
 ) -> None:
-    """Have an optimizer of the parameters of `original`, that has not stepped yet, train those of `parallel`.
+    """Have an optimizer of the parameters of original models, that has not stepped yet, train those of parallel ones.
 
     Args:
         optimizer: of these parameters.
-        original: the model that `parallel` was made of.
-        parallel: has as many.
+        pairs: each original, and the module that was made of it.
         others: there may be parameters of something else, such as a loss's own.  They get groups of their own, as
             functions of lists of tensors take DTensors or plain ones.
 
@@ -152,16 +151,19 @@ def exchange_parameters(
             f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare(), or "
             "to the trainer, before its first step"
         )
-    names = {id(p): name for name, p in uncompiled(original).named_parameters(remove_duplicate=False)}
-    own = dict(parallel.named_parameters(remove_duplicate=False))
+    own: dict[int, nn.Parameter] = {}
+    for original, parallel in pairs:
+        made = dict(parallel.named_parameters(remove_duplicate=False))
+        named = uncompiled(original).named_parameters(remove_duplicate=False)
+        own.update((id(p), made[name]) for name, p in named)
     for group in tuple(optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in own]
         if unknown and not others:
             raise TrainerError(
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
-                "make it of model.parameters() of the one model that is passed with it"
+                "make it of model.parameters() of what is passed with it"
             )
-        known = [own[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        known: list[Any] = [own.get(id(p), p) for p in group["params"]]
         plain = [p for p in known if not isinstance(p, DTensor)]
         is_mixed = bool(unknown) and 0 < len(plain) < len(known)
         # In place, as L-BFGS has the list as an attribute, too.

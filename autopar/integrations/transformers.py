@@ -123,7 +123,7 @@ class AutoparTrainerMixin:
             self.model = self.model_wrapped = self._parallelize(original)
             own.callback_handler.model = self.model
             if self.optimizer is not None:  # the caller's, of the original's parameters
-                exchange_parameters(self.optimizer, original, self.model)
+                exchange_parameters(self.optimizer, (original, self.model))
 
     # --- the model
 
@@ -200,7 +200,7 @@ class AutoparTrainerMixin:
         made = untyped.create_optimizer(*args, **kwargs)
         original = None if self._original is None else self._original()
         if isinstance(self.model, ParallelModule) and original is not None and not _inner(made).state:
-            exchange_parameters(_inner(made), original, self.model, others=True)
+            exchange_parameters(_inner(made), (original, self.model), others=True)
         return made
 
     def _example_inputs(self) -> dict[str, Any] | tuple[Any, ...]:

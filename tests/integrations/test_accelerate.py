@@ -187,7 +187,9 @@ def train_two(accelerator: Any, *, is_joint: bool) -> list[float]:
     )
     groups = [model.parameters(), critic.parameters()]
     optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in ([[*groups[0], *groups[1]]] if is_joint else groups)]
-    model, critic, frozen, *optimizers = accelerator.prepare(model, critic, frozen, *optimizers)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for optimizer in optimizers]
+    prepared = accelerator.prepare(model, critic, frozen, *optimizers, *schedules)
+    model, critic, frozen, optimizers = *prepared[:3], prepared[3 : 3 + len(optimizers)]
     losses: list[float] = []
     for _ in range(3):
         loss, logits = model(torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12), torch.arange(8) % 5)
@@ -196,6 +198,8 @@ def train_two(accelerator: Any, *, is_joint: bool) -> list[float]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        for schedule in prepared[3 + len(optimizers) :]:
+            schedule.step()
         losses.append(loss.item())
     return losses
 

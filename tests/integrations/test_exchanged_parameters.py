@@ -19,7 +19,7 @@ def test_lbfgs_steps_on_the_new_parameters() -> None:
     original = nn.Linear(2, 2)
     parallel = copy.deepcopy(original)
     optimizer = torch.optim.LBFGS(original.parameters())
-    exchange_parameters(optimizer, original, parallel)
+    exchange_parameters(optimizer, (original, parallel))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -37,7 +37,7 @@ def test_those_of_a_compiled_model_have_the_names_inside() -> None:
     original = nn.Sequential(nn.Linear(2, 2))
     parallel = copy.deepcopy(original)
     optimizer = torch.optim.SGD(original.parameters(), 0.1)
-    exchange_parameters(optimizer, torch.compile(original, backend="eager"), parallel)  # pyright: ignore[reportArgumentType]
+    exchange_parameters(optimizer, (torch.compile(original, backend="eager"), parallel))  # pyright: ignore[reportArgumentType]
     assert optimizer.param_groups[0]["params"][0] is parallel[0].weight
 
 
@@ -63,8 +63,8 @@ def check_loss_with_parameters() -> None:
     original, loss, optimizer = made()
     parallel = parallelize(original, BATCH, constraints=("zero=3",))
     with pytest.raises(TrainerError, match="parameters that are not the model's"):
-        exchange_parameters(optimizer, original, parallel)
-    exchange_parameters(optimizer, original, parallel, others=True)
+        exchange_parameters(optimizer, (original, parallel))
+    exchange_parameters(optimizer, (original, parallel), others=True)
     assert train(parallel, loss, optimizer) == pytest.approx(train(*made()), rel=1e-9)
 
 
