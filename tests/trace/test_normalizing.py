@@ -707,3 +707,23 @@ def test_names_of_dropped_values_change_no_type() -> None:
             return x.sum()
 
     check_equals_model(Layers(), {"x": torch.randn(2, 6, 16)})
+
+
+class FirstStates(nn.Module):
+    """Two scans that begin with a state of one number for each row."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear, self.rows = nn.Linear(8, 512), rows
+
+    def forward(self, x):
+        states = torch.zeros(self.rows, 512).to(x.dtype), torch.ones(self.rows, 1).expand(-1, 512).to(x.dtype) * 3 - 1
+        return sum((self.linear(x[:1]) * state + state.cos()).sum() for state in states)
+
+
+def test_large_tensors_of_one_number_are_created_where_they_are_read():
+    """As a constant, the first state of a scan would be in memory throughout a step, whole on every device."""
+    for rows, created in ((2048, 2), (16, 0)):
+        traced = check_equals_model(FirstStates(rows), {"x": torch.randn(4, 8)})
+        assert targets_of(traced.program).count("aten.full.default") == created
+        assert all(constant.numel() < 2048 * 512 for constant in traced.constants.values())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ExampleInputsError
+from autopar.ops import filled_with
 from autopar.program import Op
 from autopar.trace.compat.torch_internals import overload
 from autopar.trace.evaluation import run_op
@@ -114,6 +115,8 @@ class Evaluator:
         op = self._large(name)
         if op is None:
             return tuple(self._core(name).shape)
+        if filled_with(op) is not None:
+            return (1,) * len(self.types[name].shape)
         made = broadcast_shape([self.core_shape(operand) for operand in op.operands])
         if op.target == "aten.unsqueeze.default":
             dim = self._new_dim(op)
@@ -140,6 +143,12 @@ class Evaluator:
         """Whether all entries equal `value`."""
         return all(bool((part == value).all()) for _, _, part in self.blocks(name))
 
+    def single_number(self, name: str) -> bool | float | None:
+        """The number that all entries of the value are; None: there is none."""
+        if math.prod(self.core_shape(name)) != 1:
+            return None
+        return next(part for _, _, part in self.blocks(name)).item()
+
     def _core(self, name: str) -> Tensor:
         if name not in self._cores:
             large = self._large(name) is not None
@@ -152,10 +161,14 @@ class Evaluator:
         if op is None or name in self._cores:
             core = self._core(name)
             return core[..., start:stop, :] if core.ndim > 1 and core.shape[-2] > 1 else core
-        parts = {operand: self._rows(operand, start, stop) for operand in op.operands}
+        is_read = filled_with(op) is None
+        parts = {operand: self._rows(operand, start, stop) for operand in op.operands if is_read}
+        rank = len(self.types[name].shape)
         if op.target == "aten.expand.default":
             (part,) = parts.values()
-            return part[(None,) * (len(self.types[name].shape) - part.ndim)]
+            return part[(None,) * (rank - part.ndim)]
+        if (number := filled_with(op)) is not None:
+            return torch.full((1,) * rank, number, dtype=getattr(torch, self.types[name].dtype))
         return _run(op, parts)[0]
 
     def _large(self, name: str) -> Op | None:
@@ -168,7 +181,7 @@ class Evaluator:
         """Whether rows of the result come from the same rows of the operands, and its core from theirs."""
         if op.target == "aten.unsqueeze.default":
             return self._new_dim(op) <= len(self.types[op.operands[0]].shape) - 2
-        return op.target == "aten.expand.default" or is_elementwise(op)
+        return op.target == "aten.expand.default" or filled_with(op) is not None or is_elementwise(op)
 
     def _new_dim(self, op: Op) -> int:
         dim = op.args[1]

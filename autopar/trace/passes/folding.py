@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from autopar.program import Op, Ref
+from autopar.program import Op, Ref, TensorType
 from autopar.trace.graph import Graph, Names, rename
 from autopar.trace.passes.broadcasting import expand_at_readers
 from autopar.trace.passes.cleanup import merge_equal_ops
@@ -17,16 +18,24 @@ from autopar.trace.passes.constants import Evaluator, constant_cone, step_cone
 __all__ = ["copy_what_leaves", "fold_constants", "hoist_buffer_ops", "share_equal_constants"]
 
 
+# Entries of a tensor of one number that is created where it is read: as a constant it would be there throughout a step,
+# 1 GB for the first state of a scan over 512 rows.  Smaller ones cost less than a kernel for each microbatch.
+_CREATED_ENTRIES = 1 << 20
+
+
 def fold_constants(graph: Graph) -> Graph:
-    """Replace what is known by constants, but for expansions at the end, which are computed where they are read."""
-    graph, expansions = expand_at_readers(graph)
-    cone = constant_cone(graph) - expansions
+    """Replace what is known by constants, but for expansions at the end and large tensors of one number, which are
+    computed where they are read.
+    """
+    graph, expansions = expand_at_readers(_merge_constants(graph))
+    evaluator = Evaluator(graph)
+    graph, created = _create_at_readers(graph, evaluator)
+    cone = constant_cone(graph) - expansions - created
     roots: dict[str, None] = {}
     for op in graph.ops:
         if not cone.issuperset(op.results):
             roots.update((name, None) for name in op.operands if name in cone)
     roots.update((name, None) for name in (*graph.outputs, *graph.updates.values()) if name in cone)
-    evaluator = Evaluator(graph)
     folded = {name: evaluator.folded(name) for name in roots}
     return replace(
         graph,
@@ -34,6 +43,43 @@ def fold_constants(graph: Graph) -> Graph:
         roles={**graph.roles, **dict.fromkeys(folded, "constant")},
         constants={**graph.constants, **folded},
     )
+
+
+def _merge_constants(graph: Graph) -> Graph:
+    """Compute once what layers make of constants alone."""
+    cone = constant_cone(graph)
+    groups = {op.name: 0 if cone.issuperset(op.results) else place for place, op in enumerate(graph.ops, start=1)}
+    return merge_equal_ops(graph, within=groups)
+
+
+def _create_at_readers(graph: Graph, evaluator: Evaluator) -> tuple[Graph, frozenset[str]]:
+    """Let ops that are not constant read large tensors of one number from ops of their own; also the names of these.
+
+    They split as what is computed with them, in microbatches too.
+    """
+    cone, names = constant_cone(graph), Names(graph)
+    types: dict[str, TensorType] = {}
+
+    def number_of(name: str) -> bool | float | None:
+        is_large = name in cone and graph.types[name].num_elements >= _CREATED_ENTRIES
+        if not is_large or "complex" in graph.types[name].dtype:
+            return None
+        return evaluator.single_number(name)
+
+    def step(op: Op) -> Iterable[Op] | None:
+        if cone.issuperset(op.results):
+            return None
+        own: dict[str, Op] = {}
+        for name in dict.fromkeys(op.operands):
+            number = number_of(name)
+            if number is not None:
+                kind, fresh = graph.types[name], names.fresh(name)
+                types[fresh] = kind
+                args, dtype = (kind.shape, number), (("dtype", f"torch.{kind.dtype}"),)
+                own[name] = Op(fresh, "aten.full.default", args, dtype, (fresh,), source=op.source, module=op.module)
+        return [*own.values(), op.reading({name: each.name for name, each in own.items()})] if own else None
+
+    return graph.rewrite(step).with_types(types), frozenset(types)
 
 
 def hoist_buffer_ops(graph: Graph) -> Graph:
