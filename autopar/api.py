@@ -409,7 +409,8 @@ def _describe(model: nn.Module, traced: Traced) -> str:
 
 def _state(model: nn.Module, traced: Traced) -> Iterable[tuple[str, Tensor]]:
     """All values that the program has from the model, which ranks compare."""
-    return (*model.named_parameters(), *model.named_buffers(), *traced.constants.items())
+    buffers = sorted(model.named_buffers(), key=lambda named: named[0])  # of a set of names: in any order
+    return (*model.named_parameters(), *buffers, *traced.constants.items())
 
 
 def _describe_arguments(plan: object, profile: object, setup: Setup) -> tuple[str, ...]:

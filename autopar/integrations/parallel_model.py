@@ -15,17 +15,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
 from autopar.errors import TrainerError
 from autopar.lower import ParallelModule
-from autopar.lower.kernels.random import generators_kept
+from autopar.lower.kernels.random import generator_state, generators_kept, set_generator_state
+from autopar.lower.parameters.known_meshes import read_whole
 from autopar.objects.compiled_modules import uncompiled
 
 _DCP: Any = dcp  # incomplete annotations
 
 __all__ = [
-    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "inputs_of_call", "load_model",
+    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "give_back", "inputs_of_call", "load_model",
     "load_optimizer", "own_rank", "parallelize_over_ranks", "save_model", "save_optimizer", "share_draws",
     "wait_for_ranks",
 ]  # fmt: skip
@@ -130,38 +132,79 @@ def first_batch(loader: Iterable[Any], device: torch.device) -> Any:
     raise TrainerError("the loader gives no batch, so there are no example inputs to plan with")
 
 
-def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, parallel: nn.Module) -> None:
-    """Have an optimizer of the parameters of `original`, that has not stepped yet, train those of `parallel`.
+def exchange_parameters(
+    optimizer: torch.optim.Optimizer, *pairs: tuple[nn.Module, nn.Module], others: bool = False
+) -> None:
+    """Have an optimizer of the parameters of original models, that has not stepped yet, train those of parallel ones.
+
+    Args:
+        optimizer: of these parameters.
+        pairs: each original, and the module that was made of it.
+        others: there may be parameters of something else, such as a loss's own.  They get groups of their own, as
+            functions of lists of tensors take DTensors or plain ones.
 
     Raises:
-        TrainerError: the optimizer has state, or parameters of something else.
+        TrainerError: the optimizer has state, or, without `others`, parameters of something else.
     """
     if optimizer.state:
         raise TrainerError(
             f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare(), or "
             "to the trainer, before its first step"
         )
-    names = {id(p): name for name, p in uncompiled(original).named_parameters(remove_duplicate=False)}
-    own = dict(parallel.named_parameters(remove_duplicate=False))
-    for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
+    own: dict[int, nn.Parameter] = {}
+    for original, parallel in pairs:
+        made = dict(parallel.named_parameters(remove_duplicate=False))
+        named = uncompiled(original).named_parameters(remove_duplicate=False)
+        own.update((id(p), made[name]) for name, p in named)
+    for group in tuple(optimizer.param_groups):
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in own]
+        if unknown and not others:
             raise TrainerError(
                 f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
-                "make it of model.parameters() of the one model that is passed with it"
+                "make it of model.parameters() of what is passed with it"
             )
-        group["params"][:] = [own[names[id(p)]] for p in group["params"]]  # L-BFGS has the list as an attribute, too
+        known: list[Any] = [own.get(id(p), p) for p in group["params"]]
+        plain = [p for p in known if not isinstance(p, DTensor)]
+        is_mixed = bool(unknown) and 0 < len(plain) < len(known)
+        # In place, as L-BFGS has the list as an attribute, too.
+        group["params"][:] = [p for p in known if isinstance(p, DTensor)] if is_mixed else known
+        if is_mixed:
+            optimizer.add_param_group({**group, "params": plain})
 
 
-def share_draws() -> None:
-    """Have random generators stand where rank 0's do."""
+def give_back(parallel: nn.Module, original: nn.Module | None) -> None:
+    """Give `original`, where a rank still has it, the values that `parallel`, which was made of it, has now.
+
+    Every rank calls it.  Tensors are gathered one at a time, as those of the whole model may not fit twice.
+    """
+    mine = uncompiled(original) if original is not None else None
+    tensors: dict[str, torch.Tensor] = {} if mine is None else {**_named_tensors(mine)}
+    is_needed: list[bool] = [False] * count_ranks()
+    untyped: Any = dist
+    untyped.all_gather_object(is_needed, any(not x.is_meta for x in tensors.values()))
+    if not any(is_needed):
+        return
+    with torch.no_grad():
+        for name, x in _named_tensors(parallel).items():
+            whole = read_whole(x) if isinstance(x, DTensor) else x
+            if name in tensors and not tensors[name].is_meta:
+                tensors[name].copy_(whole)
+
+
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def share_draws(device: torch.device) -> None:
+    """Have random generators stand where rank 0's do: Python's, NumPy's, and torch's of the host and of `device`."""
     if count_ranks() > 1:
-        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), generator_state(device)]
         untyped: Any = dist
         untyped.broadcast_object_list(states, 0)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        set_generator_state(states[3], device)
 
 
 def save_model(model: nn.Module, folder: str) -> None:

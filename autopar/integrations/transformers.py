@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from autopar.integrations.parallel_model import (
     draws_kept,
     exchange_parameters,
     first_batch,
+    give_back,
     inputs_of_call,
     load_optimizer,
     own_rank,
@@ -43,6 +46,7 @@ _Seq2SeqTrainer: type[Any] = _transformers.Seq2SeqTrainer
 _NO: Any = optional("accelerate", "transformers[torch]").DistributedType.NO
 
 _OPTIMIZER_FOLDER = "autopar_optimizer"
+_PARAMETER_GROUPS = ("params", "model", "optimizer_dict")  # in which trainers pass parameters with other arguments
 
 _MODEL_CHANGES = {
     "activation_checkpointing": "the plan decides what is computed again: parallelize_kwargs={'memory': ...} or "
@@ -108,16 +112,18 @@ class AutoparTrainerMixin:
     def __init__(self, *args: Any, parallelize_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallelize_kwargs = dict(parallelize_kwargs or {})
         self._num_parameters = 0
+        self._original: weakref.ref[nn.Module] | None = None
         untyped: Any = super()
         untyped.__init__(*args, **kwargs)
         if count_ranks() > 1:
             own: Any = self
             own._train_batch_size = self.args.train_batch_size
             original = self.model
+            self._original = weakref.ref(original)
             self.model = self.model_wrapped = self._parallelize(original)
             own.callback_handler.model = self.model
             if self.optimizer is not None:  # the caller's, of the original's parameters
-                exchange_parameters(self.optimizer, original, self.model)
+                exchange_parameters(self.optimizer, (original, self.model))
 
     # --- the model
 
@@ -149,10 +155,16 @@ class AutoparTrainerMixin:
         return self._parallelize(made) if isinstance(getattr(self, "model", None), ParallelModule) else made
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number."""
-        share_draws()
+        """The Trainer's, on ranks that draw the same numbers: some trainers seed each process by its number.
+
+        The model that the trainer was made with then has the values that training gave, as on one process.
+        """
+        share_draws(self.args.device)
         untyped: Any = super()
-        return untyped.train(*args, **kwargs)
+        result = untyped.train(*args, **kwargs)
+        if isinstance(self.model, ParallelModule) and self._original is not None:
+            give_back(self.model, self._original())
+        return result
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, on one process."""
@@ -172,7 +184,8 @@ class AutoparTrainerMixin:
             options.setdefault("precision", "bf16")
         own: Any = self
         known: Any = own.optimizer_cls_and_kwargs if own.optimizer is None else (type(own.optimizer), {})
-        kind, kwargs = known or own.get_optimizer_cls_and_kwargs(self.args, model)
+        kind, found = known or own.get_optimizer_cls_and_kwargs(self.args, model)
+        kwargs = {name: value for name, value in found.items() if name not in _PARAMETER_GROUPS}
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             options.setdefault("optimizer", functools.partial(kind, **kwargs))
         if hasattr(model, "num_parameters"):
@@ -181,7 +194,16 @@ class AutoparTrainerMixin:
         model.train()  # as train() will
         return parallelize_over_ranks(model, self.args.device, self._example_inputs, options)
 
-    def _example_inputs(self) -> dict[str, Any]:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; where it was made of a loss that has the model that was passed, of the parallel one's."""
+        untyped: Any = super()
+        made = untyped.create_optimizer(*args, **kwargs)
+        original = None if self._original is None else self._original()
+        if isinstance(self.model, ParallelModule) and original is not None and not _inner(made).state:
+            exchange_parameters(_inner(made), (original, self.model), others=True)
+        return made
+
+    def _example_inputs(self) -> dict[str, Any] | tuple[Any, ...]:
         """What `compute_loss` calls the model with on the whole first batch: that of train(), in its order."""
         own: Any = self
         dataset: Any = own.eval_dataset if own.train_dataset is None else own.train_dataset
@@ -212,6 +234,8 @@ class AutoparTrainerMixin:
             self.args.device,
         )
         if isinstance(called, dict) and batch.keys() & set(own.label_names) <= called.keys():
+            return called
+        if called and not _takes(self.model, batch):
             return called
         # compute_loss keeps the labels, and the loss, to itself: the plan is for the model's own loss where it has one.
         if own.model_accepts_loss_kwargs and count is not None:
@@ -305,6 +329,15 @@ class AutoparTrainer(AutoparTrainerMixin, _Trainer):
 
 class AutoparSeq2SeqTrainer(AutoparTrainerMixin, _Seq2SeqTrainer):
     """transformers' ``Seq2SeqTrainer`` likewise."""
+
+
+def _takes(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has the arguments of the model's forward."""
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 def _check(args: Any) -> None:

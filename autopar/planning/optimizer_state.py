@@ -146,7 +146,9 @@ def _stepped(optimizer: Callable[..., Any], values: Tensor) -> dict[str, Any]:
     """What it keeps for one parameter after a step."""
     parameter = nn.Parameter(values)
     parameter.grad = torch.linspace(0.1, 1.0, values.numel()).view_as(values).to(values.dtype)
-    made = _made(optimizer, parameter)
+    made: Any = _made(optimizer, parameter)
+    if callable(begin := getattr(made, "train", None)):
+        begin()  # optimizers that evaluate with other parameters step in training mode only (schedulefree)
     made.step()
     return dict(made.state[parameter])
 

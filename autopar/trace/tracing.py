@@ -55,6 +55,7 @@ from autopar.trace.passes import (
     padding,
     plain_numbers,
     python_loops,
+    reader_order,
     rewrites,
 )
 from autopar.trace.python_values.asked_values import buffer_truths, first_to_answer
@@ -150,6 +151,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_dead_ops,
     folding.hoist_buffer_ops,
     folding.copy_what_leaves,
+    reader_order.order_by_readers,
     number_names,
 )
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autopar.errors import TrainerError
+from autopar.errors import RankError, TrainerError
 from tests.end_to_end.harness import launch, parallelize
 from tests.integrations.test_transformers_trainer import as_torchrun
 
@@ -34,9 +36,10 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(logits, y), logits
 
 
-def train(accelerator: Any, folder: Path, resume: Path | None = None) -> dict[str, Any]:
+def train(accelerator: Any, folder: Path, resume: Path | None = None, seed: int | None = 0) -> dict[str, Any]:
     """Two epochs; saves after the first, or begins with what another run saved there."""
-    torch.manual_seed(0)
+    if seed is not None:
+        torch.manual_seed(seed)
     data = [{"x": x, "y": torch.tensor(i % 5)} for i, x in enumerate(torch.randn(36, 12, dtype=torch.float64))]
     model = Classifier().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -100,7 +103,7 @@ def check_refusals() -> None:
     accelerator = accelerator_of(AutoparAccelerator)
     with pytest.raises(TrainerError, match="without a DataLoader"):
         accelerator.prepare(Classifier())
-    with pytest.raises(TrainerError, match="got 2 models: pass each with its optimizer"):
+    with pytest.raises(TrainerError, match="got 2 models: pass example inputs of each"):
         accelerator.prepare(Classifier(), Classifier())
     stranger = torch.optim.SGD(Classifier().parameters())
     example = {"x": torch.zeros(4, 12), "y": torch.zeros(4, dtype=torch.long)}
@@ -117,11 +120,24 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
 
     expected = train(accelerator_of(accelerate.Accelerator), tmp_path / "one")
     (tmp_path / "expected.json").write_text(json.dumps(expected))
+    both: list[list[float]] = []
+    for is_joint in (False, True):
+        accelerator = accelerator_of(accelerate.Accelerator)
+        accelerator.gradient_accumulation_steps = 1
+        both.append(train_two(accelerator, is_joint=is_joint))
     launch(
         2,
+        partial(check_two_models, both),
         partial(check_loop, tmp_path, "data", ["data=2"]),
         partial(check_loop, tmp_path, "tensor", ["tensor=2"], "data"),
         check_refusals,
+        partial(check_no_seed, tmp_path / "unseeded"),
+        partial(
+            check_block_of_the_main_process, tmp_path / "main", "save", r"save_state\(\) takes all.*every_rank_is_main"
+        ),
+        partial(check_block_of_the_main_process, tmp_path / "main", "call", r"wait_for_everyone\(\) takes all ranks"),
+        partial(check_block_of_the_main_process, tmp_path / "main", "save"),
+        partial(check_hooks, tmp_path / "hooks"),
     )
     launch(
         4,
@@ -129,6 +145,114 @@ def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
         partial(check_loop, tmp_path, "staged", ["pipeline=2", "data=2"], "data"),
     )
     assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "four"), expected)
+
+
+def check_no_seed(folder: Path) -> None:
+    """Each process has drawn other numbers, and the script sets no seed: weights and batches are those of rank 0."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    torch.manual_seed(dist.get_rank())
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs={"profile": False, "constraints": ["data=2"]})
+    found = train(accelerator, folder, seed=None)
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, found["losses"])
+    assert everywhere[0] == everywhere[1]
+
+
+def check_block_of_the_main_process(folder: Path, what: str, message: str = "") -> None:
+    """What takes all ranks is refused where rank 0 does it alone, on both ranks; without a `message` both do it."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    options = {"profile": False, "constraints": ["zero=3"]}
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options, every_rank_is_main=not message)
+    batch = {"x": torch.ones(8, 12, dtype=torch.float64), "y": torch.arange(8) % 5}
+    model, _ = accelerator.prepare(Classifier().double(), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    for _ in range(2):
+        model(**batch)[0].backward()
+    with pytest.raises(RankError, match=message) if message else nullcontext():
+        if accelerator.is_main_process:
+            model(**batch)[0].backward() if what == "call" else accelerator.save_state(str(folder))
+        accelerator.wait_for_everyone() if what == "call" else model(**batch)[0].backward()
+
+
+def train_two(accelerator: Any, *, is_joint: bool) -> list[float]:
+    """Two models, each with an optimizer or with one for both, and one that is frozen, in one `prepare`."""
+    torch.manual_seed(0)
+    model, critic, frozen = (
+        Classifier().double(),
+        nn.Linear(5, 1).double(),
+        nn.Linear(1, 1).double().requires_grad_(False),
+    )
+    groups = [model.parameters(), critic.parameters()]
+    optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in ([[*groups[0], *groups[1]]] if is_joint else groups)]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for optimizer in optimizers]
+    prepared = accelerator.prepare(model, critic, frozen, *optimizers, *schedules)
+    model, critic, frozen, optimizers = *prepared[:3], prepared[3 : 3 + len(optimizers)]
+    losses: list[float] = []
+    for _ in range(3):
+        loss, logits = model(torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12), torch.arange(8) % 5)
+        loss = loss + frozen(critic(logits)).square().mean()
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in prepared[3 + len(optimizers) :]:
+            schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_two_models(expected: list[list[float]]) -> None:
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    examples = [
+        {"x": torch.zeros(8, 12, dtype=torch.float64), "y": torch.zeros(8, dtype=torch.int64)},
+        (torch.zeros(8, 5, dtype=torch.float64, requires_grad=True),),
+        None,
+    ]
+    options = {"profile": False, "constraints": ["zero=3"], "example_inputs": examples}
+    for is_joint, wanted in zip((False, True), expected, strict=True):
+        accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
+        accelerator.gradient_accumulation_steps = 1
+        assert train_two(accelerator, is_joint=is_joint) == pytest.approx(wanted, rel=1e-9)
+
+
+def check_hooks(folder: Path) -> None:
+    """Hooks that save and load models in files of their own, as diffusers' scripts have them, get the models."""
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    def save(models: list[Any], weights: list[Any], where: str) -> None:
+        if accelerator.is_main_process:
+            for each in models:
+                torch.save({name: x for name, x in each.state_dict().items() if "head" in name}, Path(where, "head.pt"))
+                weights.pop()
+
+    def load(models: list[Any], where: str) -> None:
+        while models:
+            loaded = torch.load(Path(where, "head.pt"))
+            assert not models.pop().load_state_dict(loaded, strict=False).unexpected_keys
+
+    as_torchrun()
+    options = {"profile": False, "constraints": ["zero=3"]}
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
+    batch = {"x": torch.ones(8, 12, dtype=torch.float64), "y": torch.arange(8) % 5}
+    model, _ = accelerator.prepare(Classifier().double(), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    before = {name: x.clone() for name, x in model.full_state_dict().items()}
+    accelerator.save_state(str(folder))
+    torch.testing.assert_close(torch.load(folder / "head.pt")["head.weight"], before["head.weight"])
+    assert not Path(folder, "autopar_model_0").exists()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    accelerator.load_state(str(folder))
+    after = model.full_state_dict()
+    torch.testing.assert_close(after["head.weight"], before["head.weight"])
+    torch.testing.assert_close(after["first.weight"], before["first.weight"] + 1.0)
 
 
 def check_batches_that_fit() -> None:

@@ -181,16 +181,26 @@ def check_prompting(folder: Path) -> None:
 
 
 def check_own_optimizer(folder: Path) -> None:
-    """An optimizer of the parameters of the model that is passed trains the parallel one's."""
+    """An optimizer of the parameters of the model that is passed trains the parallel one's; scripts then go on with
+    the model that they passed.
+    """
     from autopar.integrations.transformers import AutoparTrainer
 
     as_torchrun()
     expected = json.loads((folder / "own.json").read_text())
+    passed: list[Any] = []
+
+    def optimizer_of(model: Any) -> Any:
+        passed.append(model)
+        return own_optimizer(model)
+
     for plan in ("zero=3", "pipeline=2"):
-        kwargs: dict[str, Any] = {"optimizers": own_optimizer, "max_steps": 3}
+        kwargs: dict[str, Any] = {"optimizers": optimizer_of, "max_steps": 3}
         trained = trainer(AutoparTrainer, folder / f"own {plan}", 2, options={"constraints": plan}, **kwargs)
         trained.train()
         assert history(trained) == [pytest.approx(each, rel=1e-6) for each in expected]
+        state = trained.model.full_state_dict()
+        assert all(torch.equal(x, state[name]) for name, x in passed.pop().state_dict().items())
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -18,6 +20,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.objects.attribute_contents import contents_of, has_contents
 from autopar.planning.building import call_planner
 from autopar.trace import Traced, trace
+from tests.end_to_end.harness import launch, parallelize
 from tests.lower.runs import build
 from tests.random_plans import random_plan
 
@@ -390,3 +393,35 @@ def test_parameters_in_a_list_may_be_trained() -> None:
     assert has_contents([weight, 1], before)
     assert not has_contents([weight, 2], before)
     assert before.value is None  # no copy of what may be large
+
+
+class Saving(Chunked):
+    """Notes in its config, which forward reads, what it is when it saves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {"temperature": 2.0}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.blocks[0](x).square().mean() * self.settings["temperature"]
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.settings["version"] = "1.0"
+        torch.save(self.state_dict(), folder / "weights.pt")
+        (folder / "settings.json").write_text(json.dumps(self.settings))
+
+
+def check_saved(folder: Path) -> None:
+    """Only the first rank writes, and none has to plan again."""
+    model = Saving().double()
+    parallel: Any = parallelize(model, X)
+    before = parallel(X).item()
+    parallel.save_pretrained(folder)
+    assert json.loads((folder / "settings.json").read_text()) == {"temperature": 2.0, "version": "1.0"}
+    assert parallel(X).item() == before
+    assert len(parallel.plans) == 1
+
+
+@pytest.mark.slow
+def test_saving_on_one_rank_changes_no_attributes(tmp_path: Path) -> None:
+    launch(2, partial(check_saved, tmp_path))

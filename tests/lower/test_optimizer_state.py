@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -27,6 +28,20 @@ class Demanding(torch.optim.SGD):
         super().__init__(params, lr=schedule(0))
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates with other parameters than those that it trains, as schedulefree does."""
+
+    trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.trains:
+            raise RuntimeError("call train() first")
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -46,6 +61,10 @@ def test_state_is_what_a_step_on_the_model_makes(optimizer: Any) -> None:
         expected += sum(x.numel() * x.element_size() for each in lists for x in each if isinstance(x, torch.Tensor))
     found = state_bytes_per_element(net, optimizer) * sum(p.numel() for p in net.parameters())
     assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_optimizers_with_modes_step_in_training_mode() -> None:
+    assert state_bytes_per_element(model(), functools.partial(Averaging, lr=0.1, momentum=0.9)) == 4
 
 
 def test_names() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import random
+from collections import UserDict
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -307,6 +308,25 @@ def test_plain_objects_are_looked_into():
     assert any("sets attributes of an argument, a NestedTensor" in note for note in traced.program.notes)
     with pytest.raises(InputShapeError, match=r"argument 'samples.size' is 4, but the plan was made for 3"):
         traced.flatten_inputs((NestedTensor(*other.decomposed, 4),), {})
+
+
+def test_dicts_of_a_class_of_their_own_are_looked_into():
+    class Labeled(Module):
+        def forward(self, x, labels):
+            return sum((self.linear(x) - label["target"]).square().mean() for label in labels)
+
+    class Described(UserDict):
+        made_by: object = None
+
+    labels = [transformers.BatchFeature({"target": torch.randn_like(X)}), Described({"target": torch.randn_like(X)})]
+    labels[1].made_by = object()  # each batch has another one
+    model = Labeled()
+    traced = trace(model, (X, labels), {})
+    targets = [label["target"] for label in labels]
+    labels[1].made_by = object()
+    assert all(a is b for a, b in zip(traced.flatten_inputs((X, labels), {})[1:], targets, strict=True))
+    assert not any("sets attributes" in note for note in traced.program.notes)
+    torch.testing.assert_close(interpret(traced, model, [X, *targets])[0][0], model(X, labels))
 
 
 @pytest.mark.parametrize(

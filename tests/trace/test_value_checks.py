@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from autopar.errors import ExampleInputsError, TraceError
 from autopar.trace import trace
-from tests.trace.interpreter import check_equals_model
+from tests.trace.interpreter import check_equals_model, interpret
 
 X, Y = torch.randn(6, 8), torch.randint(4, (6,))
 
@@ -232,3 +232,40 @@ class OtherwiseMasked(Classes):
 def test_what_more_than_a_mask_decides_stays_an_error():
     with pytest.raises(TraceError, match=r"test_value_checks\.py:\d+: .*value of a tensor"):
         trace(OtherwiseMasked(), (X,), {})
+
+
+class Clamped(Classes):
+    """Clamps what overflowed, as detectors of transformers do in training."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        if not torch.isfinite(y).all():
+            clamp_value = torch.finfo(y.dtype).max - 1000
+            y = torch.clamp(y, min=-clamp_value, max=clamp_value)
+        z = y.atan() * y.exp()
+        if torch.isinf(z).any():
+            z = torch.clamp(z, min=-torch.finfo(z.dtype).max, max=torch.finfo(z.dtype).max)
+        return z.tanh().sum()
+
+
+def test_clamps_of_what_overflowed_need_no_question():
+    model = Clamped()
+    traced = check_equals_model(model, {"x": X})
+    assert not any("left out" in note for note in traced.program.notes)
+    x = X.double()
+    x[2, 3] = math.inf
+    (found,), _ = interpret(traced, model, [x])
+    torch.testing.assert_close(found, model(x))
+
+
+def test_clamps_that_finite_numbers_notice_stay_an_error():
+    class Tight(Classes):
+        def forward(self, x):
+            y = self.linear(x)
+            if not torch.isfinite(y).all():
+                y = torch.clamp(y, min=-100.0, max=torch.finfo(y.dtype).max)
+            return y.sum()
+
+    for model in (Tight(), Clamped().half()):  # the largest number of float16 less 1000 is a smaller one
+        with pytest.raises(TraceError, match=r"test_value_checks\.py:\d+: .*value of a tensor"):
+            trace(model, (X.to(next(model.parameters()).dtype),), {})

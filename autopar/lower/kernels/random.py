@@ -29,6 +29,7 @@ __all__ = [
     "makes_generators",
     "random_scope",
     "resume_generator",
+    "set_generator_state",
 ]
 
 _MASK = (1 << 64) - 1
@@ -98,7 +99,7 @@ def follow_first_rank(communicator: Communicator) -> None:
         return
     state = generator_state(communicator.device)
     shared = communicator.broadcast(state.to(communicator.device), Axis(communicator.world_size, 1))
-    _default_generator(communicator.device).set_state(shared.cpu())
+    set_generator_state(shared.cpu(), communicator.device)
 
 
 @contextmanager
@@ -127,6 +128,11 @@ def generators_kept(device: torch.device) -> AbstractContextManager[None]:
     """A context after which torch's default generators of the host and of `device` stand where they did before."""
     torch_random: Any = torch.random  # incomplete annotations
     return torch_random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def set_generator_state(state: Tensor, device: torch.device | str) -> None:
+    """Have torch's default generator of `device` go on from `state`, which is on the host."""
+    _default_generator(torch.device(device)).set_state(state)
 
 
 @contextmanager

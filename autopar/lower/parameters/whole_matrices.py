@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import OptimizerError
 from autopar.lower.communication.communicator import Communicator
@@ -135,6 +136,7 @@ class OptimizerService:
 
 
 _SERVICES: list[ref[OptimizerService]] = []  # of modules that are alive
+_HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
 _SWAPS: WeakKeyDictionary[Optimizer, list[_Swap]] = WeakKeyDictionary()  # of steps under way
 _TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
 
@@ -142,8 +144,18 @@ _TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
 @once
 def watch_steps() -> None:
     """From now on steps of optimizers on parameters of parallel modules are those of one device."""
-    register_optimizer_step_pre_hook(_make_whole)
+    register_optimizer_step_pre_hook(_come_next_to_step)
     register_optimizer_step_post_hook(_keep_parts)
+
+
+def _come_next_to_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Have all other hooks run before the step begins here, and after it has ended: they see whole parameters."""
+    if optimizer not in _HOOKS:
+        before = optimizer.register_step_pre_hook(_make_whole)
+        _HOOKS[optimizer] = before, optimizer.register_step_post_hook(_keep_parts)
+    for handle, is_last in zip(_HOOKS[optimizer], (True, False), strict=True):
+        untyped: Any = handle
+        untyped.hooks_dict_ref().move_to_end(handle.id, last=is_last)
 
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

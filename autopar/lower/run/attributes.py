@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -120,6 +122,23 @@ class Attributes:
         """The mode of a submodule, as the whole module's is now."""
         now = self.root.training
         return bool(self.before[path][_MODE]) if now == self.before[""][_MODE] else now
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Inside, what is set or written to leaves those that programs were made with as they were, after it.
+
+        For what one rank does alone: else it would have to plan again, alone.
+        """
+        owned = [(self._now(path), name) for path, names in self.watched.items() for name in names]
+        before = [(own, name, own[name]) for own, name in owned if name in own]
+        for own, name, value in before:
+            if is_compared(value) and has_only_values(value):
+                own[name] = copy.deepcopy(value)
+        try:
+            yield
+        finally:
+            for own, name, value in before:
+                own[name] = value
 
     def give(self, part: str, made: nn.Module) -> None:
         """Set those of `made`, which runs in place of the submodule `part`, as they are now."""

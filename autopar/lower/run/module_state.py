@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, RankError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
@@ -27,6 +27,7 @@ from autopar.lower.parameters.other_stages import is_elsewhere
 from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore, written_member
+from autopar.lower.run.attributes import Attributes
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.original_copy import copy_original
@@ -189,8 +190,10 @@ class ModuleState(WithoutWrappers):
         with nullcontext() if calls is None else calls.failing():
             if is_writer:
                 vars(self)["state_dict"] = partial(_same, whole)
+            attributes: Attributes = vars(self)["_attributes"]
             try:
-                yield is_writer
+                with attributes.kept():  # diffusers, for one, notes its version in the config
+                    yield is_writer
             finally:
                 vars(self).pop("state_dict", None)
             done = torch.zeros(1, device=self._communicator.device)
@@ -269,6 +272,18 @@ class ModuleState(WithoutWrappers):
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             yield
+
+    def _meet(self, what: str, within_s: float, instead: str) -> None:
+        """Wait for all ranks to do `what`, which is no call; `instead` says what else to do.
+
+        Raises:
+            RankError: a rank makes another call, has ended, or does not come within `within_s` seconds.
+        """
+        calls = self._communicator.calls
+        if calls is not None:
+            with calls.failing():
+                if not calls.meets(what, within_s):
+                    raise RankError(f"{what} takes all ranks, but only some came to it: {instead}")
 
     def __copy__(self) -> NoReturn:
         """Raise ModelError: two modules can't share the parameters of one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
+from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -260,10 +261,20 @@ def is_cache(value: Any) -> bool:
 
 
 def _open_object(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
-    """An object of a class of the user's own, if all that it holds are tensors and what can be compared."""
-    if not holds_tensors(value) or not _is_plain_object(value, ()):
+    """An object of a class of the user's own, if all that it holds are tensors and what can be compared, or a dict with
+    a class of its own, without what else that holds (how a tokenizer came to the tensors).
+    """
+    if not holds_tensors(value):
         return None
-    attributes: Mapping[str, Any] = vars(cast("object", value))
+    if UserDict in type(cast("object", value)).__mro__:
+        given: Mapping[str, Any] = vars(cast("object", value))
+        if not _can_be_compared(given["data"], (id(value),)):
+            return None
+        attributes = {name: x if _can_be_compared(x, (id(value),)) else None for name, x in given.items()}
+    elif _is_plain_object(value, ()):
+        attributes = vars(cast("object", value))
+    else:
+        return None
     names = tuple(attributes)
     return names, tuple(attributes.values()), _ObjectContext(type(cast("object", value)), names)
 
@@ -274,7 +285,9 @@ _OPENED = (tuple, list, dict)
 def _is_plain_object(value: Any, inside: tuple[int, ...]) -> bool:
     kind: Any = type(cast("object", value))
     is_foreign = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "transformers") or callable(value)
-    if is_foreign or id(value) in inside or not hasattr(value, "__dict__") or getattr(kind, "__slots__", ()):
+    if is_foreign or id(value) in inside or getattr(kind, "__slots__", ()):
+        return False
+    if not hasattr(value, "__dict__"):
         return False
     return all(_can_be_compared(part, (*inside, id(value))) for part in vars(value).values())
 
@@ -286,7 +299,9 @@ def _can_be_compared(value: Any, inside: tuple[int, ...]) -> bool:
     if type(value) in _OPENED:
         parts: Iterable[Any] = cast("Any", value.values() if isinstance(value, dict) else value)
         return all(_can_be_compared(part, inside) for part in parts)
-    return _is_plain_object(value, inside) if holds_tensors(value) else type(value).__eq__ is not object.__eq__
+    if holds_tensors(value):
+        return _open_object(value) is not None if UserDict in type(value).__mro__ else _is_plain_object(value, inside)
+    return type(value).__eq__ is not object.__eq__
 
 
 def attributes_of_objects(value: Any) -> list[tuple[Any, dict[str, Any]]]:
@@ -297,7 +312,7 @@ def attributes_of_objects(value: Any) -> list[tuple[Any, dict[str, Any]]]:
     opened = own or flatten_one_level(value)
     if opened is None:
         return []
-    found: list[tuple[Any, dict[str, Any]]] = [] if own is None else [(value, dict(zip(*own[:2], strict=True)))]
+    found: list[tuple[Any, dict[str, Any]]] = [] if own is None else [(value, {**vars(cast("object", value))})]
     return found + [each for part in opened[1] for each in attributes_of_objects(part)]
 
 

@@ -135,15 +135,14 @@ def crossings(graph: Graph) -> list[Crossing]:
     last_read: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
         last_read.update(dict.fromkeys(op.operands, index))
-    changes = [(0, 0)] * (len(graph.ops) + 2)
+    counts, sizes = [0] * (len(graph.ops) + 2), [0] * (len(graph.ops) + 2)  # by how much they change at each position
     for index, op in enumerate(graph.ops):
         for name in op.results:
             behind = last_read.get(name, index) + 1  # values that only the caller reads cross nothing
             for place, sign in ((index + 1, 1), (behind, -1)):
-                count, size = changes[place]
-                changes[place] = count + sign, size + sign * graph.types[name].num_bytes
-    total = accumulate(changes[:-1], lambda one, other: (one[0] + other[0], one[1] + other[1]))
-    return [Crossing(count, size) for count, size in total]
+                counts[place] += sign
+                sizes[place] += sign * graph.types[name].num_bytes
+    return [Crossing(*both) for both in zip(accumulate(counts[:-1]), accumulate(sizes[:-1]), strict=True)]
 
 
 def _cut_stretch(stretch: range, crossing: Sequence[Crossing], signatures: Sequence[int]) -> list[range]:

@@ -3,7 +3,7 @@
 ``torch._assert_async``.
 
 A traced program has no values to check, and takes the way on which nothing is raised or logged.  It also takes the
-branches of `masked_writes`.
+branches of `masked_writes` and `overflow_clamps`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.trace.compat import torch_recording
 from autopar.trace.compat.source_lines import is_users, user_line
 from autopar.trace.python_values.logging_statements import only_log
 from autopar.trace.python_values.masked_writes import writes_where_asked
+from autopar.trace.python_values.overflow_clamps import answer_to_clamp
 
 __all__ = ["passed_checks"]
 
@@ -82,6 +83,8 @@ def _check_at(frame: FrameType) -> _Check | None:
                 return _Check(f"{file}:{node.lineno}", answers.pop())
         elif isinstance(node, ast.If) and _is_asked(node, span) and writes_where_asked(node, frame):
             return _Check(f"{file}:{node.lineno}", True, is_left_out=False)
+        elif isinstance(node, ast.If) and _is_asked(node, span) and (taken := answer_to_clamp(node, frame)) is not None:
+            return _Check(f"{file}:{node.lineno}", taken, is_left_out=False)
         elif isinstance(node, ast.Call) and _is_checking(node) and _holds(node.args[0], span):
             return _Check(f"{file}:{node.lineno}", True)
     return None
