@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 CONFIG = GPT2Config(
@@ -36,13 +36,12 @@ CONFIG = GPT2Config(
 
 def main(arguments: argparse.Namespace) -> None:
     """Train on every process, then once more on one, and compare."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     is_first = dist.get_rank() == 0
 
     torch.manual_seed(0)
     single = GPT2LMHeadModel(CONFIG)
-    model = copy.deepcopy(single)
+    model = copy.deepcopy(single).to(mesh.device_type)
     batches = read_batches(arguments.steps, arguments.batch_size, arguments.sequence_length)
 
     options = {"mesh": mesh, "constraints": arguments.constraints, "profile": False, "plans": arguments.plans}
@@ -73,7 +72,7 @@ def train(run: nn.Module, owner: nn.Module, batches: Sequence[Tensor], title: st
     optimizer = torch.optim.AdamW(owner.parameters(), lr=1e-3)
     losses: list[float] = []
     times_s: list[float] = []
-    for ids in batches:
+    for ids in (batch.to(owner.device) for batch in batches):
         started_s = time.perf_counter()
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,8 +61,7 @@ model = LlamaForCausalLM(CONFIG)
 loader = DataLoader(documents, batch_size=arguments.batch_size, collate_fn=list)
 is_first, is_parallel = True, dist.is_torchelastic_launched()
 if is_parallel:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     rows = math.ceil(arguments.batch_size * sum(lengths) / len(lengths) / arguments.tokens)
     ids = torch.zeros(max(rows, mesh.size()), arguments.tokens, dtype=torch.int64)
     example = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(arguments.tokens).expand_as(ids)}

@@ -8,8 +8,8 @@ The generator learns to draw points on a circle.  The loss that is printed is th
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from train_text import read_arguments
 
 import autopar
@@ -34,8 +34,7 @@ torch.manual_seed(0)
 generator, discriminator = make_model(NOISE, 2), make_model(2, 1)
 is_first = True
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     points, noise = make_batch(0, arguments.batch_size)
     generator = autopar.parallelize(generator, mesh, (noise,), constraints=arguments.constraints)  # the changed lines
     discriminator = autopar.parallelize(discriminator, mesh, (points,), constraints=arguments.constraints)
@@ -46,8 +45,8 @@ draws = torch.optim.SGD(generator.parameters(), lr=0.1)
 says = nn.BCEWithLogitsLoss()
 for step in range(arguments.steps):
     points, noise = make_batch(step, arguments.batch_size)
-    real, drawn = torch.ones(len(points), 1), torch.zeros(len(points), 1)
     fake = generator(noise)
+    real, drawn = torch.ones(len(fake), 1, device=fake.device), torch.zeros(len(fake), 1, device=fake.device)
     loss = says(discriminator(points), real) + says(discriminator(fake.detach()), drawn)
     loss.backward()
     judges.step()

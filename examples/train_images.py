@@ -9,8 +9,8 @@ digits, kept out of the training, the model reads right: 92 % after 40 steps.
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from sklearn.datasets import load_digits
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import interpolate
 from train_text import read_arguments
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -39,8 +39,7 @@ torch.manual_seed(0)
 model = ResNetForImageClassification(CONFIG)
 is_first = True
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     example = make_batch(0, arguments.batch_size)
     model = autopar.parallelize(model, mesh, example, constraints=arguments.constraints)  # the only changed line
     is_first = dist.get_rank() == 0
@@ -56,7 +55,7 @@ for step in range(arguments.steps):
 
 model.eval()
 with torch.no_grad():
-    read = model(pixel_values=images[-HELD_OUT:]).logits.argmax(-1)
+    read = model(pixel_values=images[-HELD_OUT:]).logits.argmax(-1).cpu()
 if is_first:
     print(f"{(read == labels[-HELD_OUT:]).float().mean():.1%} of {HELD_OUT} held-out digits are read right", flush=True)
 

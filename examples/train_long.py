@@ -9,7 +9,7 @@ and keys and values of the others travel or are gathered in attention; `--constr
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from devices import make_mesh
 from train_text import read_arguments, read_batches
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,8 +32,7 @@ torch.manual_seed(0)
 model = LlamaForCausalLM(CONFIG)
 is_first = True
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     model = autopar.parallelize(model, mesh, batches[0], constraints=arguments.constraints)  # the only changed line
     is_first = dist.get_rank() == 0
     if is_first:

@@ -6,8 +6,8 @@ python examples/train_lora.py       # one process, without autopar: the same los
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from train_text import CONFIG, read_arguments, read_batches
 from transformers import LlamaForCausalLM
 
@@ -36,8 +36,7 @@ for layer in model.model.layers:
     layer.self_attn.q_proj, layer.self_attn.v_proj = map(Adapted, (layer.self_attn.q_proj, layer.self_attn.v_proj))
 is_first = True
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     model = autopar.parallelize(model, mesh, batches[0], constraints=arguments.constraints)  # a changed line
     is_first = dist.get_rank() == 0
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,8 +40,7 @@ NUM_WARMUP_STEPS = 3  # not timed
 
 def main(make_model: Callable[[], nn.Module], arguments: argparse.Namespace) -> None:
     """Train on every process, then once more on one, and compare."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     is_first = dist.get_rank() == 0
     console = Console(quiet=not is_first)
 

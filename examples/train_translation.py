@@ -6,7 +6,7 @@ python examples/train_translation.py        # one process, without autopar: the 
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from devices import make_mesh
 from train_text import read_arguments
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -36,8 +36,7 @@ torch.manual_seed(0)
 model = T5ForConditionalGeneration(CONFIG)
 is_first = True
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     example = make_batch(0, arguments.batch_size, arguments.sequence_length)
     model = autopar.parallelize(model, mesh, example, constraints=arguments.constraints)  # the only changed line
     is_first = dist.get_rank() == 0

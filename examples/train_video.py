@@ -13,8 +13,8 @@ import random
 
 import torch
 import torch.distributed as dist
+from devices import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -107,8 +107,7 @@ model = VideoTransformer()
 loader = DataLoader(clips, batch_size=arguments.batch_size, collate_fn=list)
 is_first, is_parallel = True, dist.is_torchelastic_launched()
 if is_parallel:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     tokens = max(lengths)
     rows = max(mesh.size(), math.ceil(arguments.batch_size * sum(lengths) / len(lengths) / tokens))
     padding = dict.fromkeys(clips[0], 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import time
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,29 @@ def check_wrappers(constraints: tuple[str, ...]) -> None:
         for name in [name for name in whole if prefix + name in saved]:
             torch.testing.assert_close(saved[prefix + name], whole[name], rtol=0, atol=0)
         assert prefix + "5.bias" in saved
+
+
+def check_wrapper_files(folder: Path) -> None:
+    """All ranks write one path, one later than the other, and read it at once: none truncates what another reads."""
+    run = made("data=2", "zero=0")
+    run.train(1)
+    average = AveragedModel(run.model)
+    for turn, state in enumerate((average.state_dict(), copy.deepcopy(average.state_dict()))):
+        path = folder / f"average-{turn}"
+        if dist.get_rank() == turn:
+            time.sleep(0.4)
+        began = time.monotonic()
+        torch.save({"average": state, "step": 1}, path)
+        assert dist.get_rank() == turn or time.monotonic() - began > 0.2
+        loaded = torch.load(path)["average"]
+        assert type(loaded._metadata["module"]) is OrderedDict
+        torch.testing.assert_close(
+            {name.removeprefix("module."): x for name, x in loaded.items() if "module." in name},
+            run.model.full_state_dict(), rtol=0, atol=0,
+        )  # fmt: skip
+    if dist.get_rank() == 0:
+        torch.save(average.state_dict(), folder / "alone")  # which is right, and waits for a second
+    dist.barrier()
 
 
 def reloaded(state: Any) -> Any:
@@ -229,6 +254,7 @@ def test_checkpoints_of_a_script_resume_under_every_plan(tmp_path: Path) -> None
         partial(check_wrappers, ("data=2", "zero=3")),
         partial(check_wrappers, ("tensor=2",)),
         partial(check_wrappers, ("pipeline=2",)),
+        partial(check_wrapper_files, tmp_path),
         check_kept_states,
         check_memory,
         check_changed_module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,22 @@ def test_a_step_without_gradients_is_an_error(kind: type[torch.optim.Optimizer])
     optimizer = kind([*nn.Linear(2, 2).parameters(), *watched().parameters()], lr=0.1)
     with pytest.raises(OptimizerError, match=rf"{kind.__name__} has 2 parameters.*Make the optimizer after it"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_step_by_a_gradient_scaler_is_the_same_error(*, unscales: bool) -> None:
+    scaler: Any = torch.amp.GradScaler("cpu")
+    loss = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
+    optimizer = torch.optim.SGD(watched().parameters(), lr=0.1)
+    scaler.scale(loss).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(OptimizerError, match=r"SGD has 2 parameters.*Make the optimizer after it"):
+        scaler.step(optimizer)
+    own = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    with pytest.raises(AssertionError, match="No inf checks"):  # as without autopar
+        scaler.step(optimizer)
 
 
 def test_training_the_original_itself_is_none() -> None:

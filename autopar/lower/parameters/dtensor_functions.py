@@ -45,6 +45,7 @@ from autopar.lower.parameters.dtensor_writes import (
     copy_deeply,
     is_across_stages,
     is_write,
+    refuse_swaps,
     set_data,
     set_grad,
     write,
@@ -102,6 +103,7 @@ _FOR_SHAPE = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "is_sam
 def watch_functions() -> None:
     """From now on functions of torch on DTensors of parallel modules go through this module."""
     functions_by(_run)
+    refuse_swaps()
     allow_anomaly_detection()
 
 

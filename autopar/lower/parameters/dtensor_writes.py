@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any, TypeGuard
 
 import torch
@@ -13,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ModelError
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor, storage_key
+from autopar.lower.once import once
 from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
 from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole, stages_of
 from autopar.lower.parameters.other_stages import are_across_stages
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
 
 __all__ = [
-    "copy_deeply", "is_across_stages", "is_by_element", "is_write", "set_data", "set_grad", "write", "write_arguments",
-    "write_out",
+    "copy_deeply", "is_across_stages", "is_by_element", "is_write", "refuse_swaps", "set_data", "set_grad", "write",
+    "write_arguments", "write_out",
 ]  # fmt: skip
 
 _AUGMENTED = frozenset({
@@ -44,6 +46,26 @@ def is_write(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED)
     return name.endswith("_") and name not in _NO_WRITES
+
+
+@once
+def refuse_swaps() -> None:
+    """From now on ``torch.utils.swap_tensors`` takes no parameter together with a tensor that lies otherwise."""
+    utils: Any = torch.utils
+    swap = utils.swap_tensors
+
+    @wraps(swap)
+    def checked_swap(t1: Any, t2: Any) -> Any:
+        for x, other in ((t1, t2), (t2, t1)):
+            if is_known_dtensor(x) and not (isinstance(other, DTensor) and placements_of(other) == placements_of(x)):
+                raise ModelError(
+                    f"torch.utils.swap_tensors can't exchange a parameter of shape {list(x.shape)} of a parallelized "
+                    "model, of which each rank has a part, and a tensor that lies otherwise: copy values, with "
+                    "torch.no_grad(): old = p.clone(); p.copy_(x)"
+                )
+        return swap(t1, t2)
+
+    utils.swap_tensors = checked_swap
 
 
 def is_across_stages(call: FunctionCall) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,9 +33,19 @@ def watch_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 @once
 def _watch_steps() -> None:
     register_optimizer_step_post_hook(_check_step)
+    scaler: Any = torch.amp.GradScaler
+    step = scaler.step
+
+    @wraps(step)
+    def checked_step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():  # it refuses an optimizer without gradients before that steps
+            _check_step(optimizer)
+        return step(self, optimizer, *args, **kwargs)
+
+    scaler.step = checked_step
 
 
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = [parameter for parameter in listed if id(parameter) in _ORIGINALS and parameter.requires_grad]
     if own and all(parameter.grad is None for parameter in own):

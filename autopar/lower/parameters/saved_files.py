@@ -24,8 +24,8 @@ from autopar.lower.parameters.known_meshes import calls_of, is_of_stages, is_who
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 
 __all__ = [
-    "SAVE_INSTEAD", "OptimizerStateDict", "SliceMetadata", "StateDict", "meet_for_file", "reduce_whole",
-    "refuse_storage", "watch_state_dict",
+    "SAVE_INSTEAD", "OptimizerStateDict", "SliceMetadata", "StateDict", "WholeMetadata", "meet_for_file",
+    "reduce_whole", "refuse_storage", "watch_state_dict",
 ]  # fmt: skip
 
 _SAVES_WITHIN_S = 60.0  # ranks come to a checkpoint within seconds; one that saves alone waits for this long
@@ -90,6 +90,27 @@ class SliceMetadata(dict[str, Any]):
             f"model is its .module, has this rank's stages only, so a file of it is no checkpoint: {SAVE_INSTEAD}. "
             "torch.distributed.checkpoint saves state_dict() itself, from all ranks"
         )
+
+
+class WholeMetadata(dict[str, Any]):
+    """What torch notes of a parallel module without stages in the ``state_dict()`` of a module around it: a file of
+    that waits for all ranks, as one of the module's own does, also where every rank has all of it.
+    """
+
+    def __init__(self, given: Mapping[str, Any], meet: Callable[[], Any]) -> None:
+        """`meet`: a weak reference to what returns when all ranks write the file."""
+        super().__init__(given)
+        self._meet = meet
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(copy.deepcopy(dict(self), memo), self._meet)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """That of a plain dict."""
+        meet = self._meet()
+        if meet is not None:
+            meet()
+        return OrderedDict(self).__reduce_ex__(protocol)
 
 
 class OptimizerStateDict(dict[str, Any]):

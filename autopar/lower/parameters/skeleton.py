@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -167,8 +168,16 @@ def _submodule(original: nn.Module) -> nn.Module:
     nn.Module.__init__(made)
     made.__dict__["_apply"] = MethodType(_apply_checked, made)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        made.__dict__[hooks] = _NoHooks()
+        made.__dict__[hooks] = _NoHooks(is_reparametrized=_has_removable(vars(original)[hooks]))
+    made.__dict__["_distribute_module_applied"] = _NeverDistributed()
     return made
+
+
+def _has_removable(hooks: Mapping[int, Any]) -> bool:
+    """Whether among them is what computes a parameter of others, and can be removed, as weight norm and pruning."""
+    if isinstance(hooks, _NoHooks):
+        return hooks.is_reparametrized
+    return any(callable(getattr(hook, "remove", None)) for hook in hooks.values())
 
 
 def _apply_checked(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -179,13 +188,45 @@ def _apply_checked(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 class _NoHooks(OrderedDict[int, Any]):
-    """The hooks of a submodule: none, and none can be added."""
+    """The hooks of a submodule: none, and none can be added.
+
+    Attributes:
+        is_reparametrized: the original has some that compute a parameter of others, which a program does itself.
+    """
+
+    def __init__(self, *, is_reparametrized: bool) -> None:
+        super().__init__()
+        self.is_reparametrized = is_reparametrized
+
+    def items(self) -> Any:
+        """What ``remove_weight_norm`` and the like look through; pickle and copies don't come here."""
+        if self.is_reparametrized:
+            raise ModelError(
+                "weight_norm, spectral_norm and torch.nn.utils.prune can't be removed from a parallelized model: the "
+                "program that runs computes the weight of what they were given. Remove them from the original model, "
+                "which load_state_dict() of full_state_dict() gives the values that were trained"
+            )
+        return super().items()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), is_reparametrized=self.is_reparametrized), ()
 
     def __setitem__(self, key: int, hook: Any) -> NoReturn:
         raise SubmoduleError(
             f"the hook {getattr(hook, '__name__', hook)!r} would never run: a parallelized model runs as one program, "
             "whose values this submodule does not see. Register hooks on the whole model, or let its forward return "
             "the value, or register them before autopar.parallelize, which traces what they compute"
+        )
+
+
+class _NeverDistributed:
+    """What ``distribute_module`` and ``parallelize_module`` ask of a submodule before they change it."""
+
+    def __bool__(self) -> bool:
+        raise ModelError(
+            "a part of a parallelized model can't be changed by parallelize_module or distribute_module of "
+            "torch.distributed: its parameters lie as the plan says. Leave the call out, or pass what it asks for to "
+            "autopar.parallelize, as constraints='tensor=2'"
         )
 
 

@@ -24,7 +24,7 @@ from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.known_meshes import is_known, is_of_stages, is_whole, read_whole
 from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.other_stages import is_elsewhere
-from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, meet_for_file
+from autopar.lower.parameters.saved_files import SAVE_INSTEAD, SliceMetadata, StateDict, WholeMetadata, meet_for_file
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.store import ParameterStore, written_member
 from autopar.lower.run.attributes import Attributes
@@ -89,10 +89,17 @@ class ModuleState(WithoutWrappers):
         untyped: Any = super()
         state = untyped.state_dict(*args, **kwargs)
         notes, own = getattr(state, "_metadata", None), prefix[:-1]
-        is_inner = not isinstance(state, StateDict) and self._executor.stages.is_pipeline
-        if is_inner and notes and own in notes:  # the state of a module around this one
-            notes[own] = SliceMetadata(notes[own])
+        if not isinstance(state, StateDict) and notes and own in notes:  # the state of a module around this one
+            meet = weakref.WeakMethod(self._meet_for_whole_file)
+            has_stages = self._executor.stages.is_pipeline
+            notes[own] = SliceMetadata(notes[own]) if has_stages else WholeMetadata(notes[own], meet)
         return state
+
+    def _meet_for_whole_file(self) -> None:
+        """Wait for all ranks to write a file, if each has all of this module; else parts of it are gathered anyway."""
+        calls = self._communicator.calls
+        if calls is not None and all(is_whole(x) for x in self.parameters() if isinstance(x, DTensor)):
+            meet_for_file(calls, (), is_needed=False)
 
     def _state_of_part(self, part: str, state: Mapping[str, Any]) -> StateDict:
         """`state`, that of the submodule `part`, as `state_dict` gives its own."""

@@ -10,12 +10,13 @@ from functools import cache, partial, partialmethod
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.fx import Proxy
 
 from autopar.errors import ModelError
 from autopar.lower.compat import not_compiled
 from autopar.lower.run.generation import generation_methods
 
-__all__ = ["make_instance", "original_class"]
+__all__ = ["make_instance", "original_class", "refuse_tracer"]
 
 _LOGGER = logging.getLogger("autopar")
 _OWN_SPECIAL = ("__deepcopy__", "__reduce_ex__")
@@ -80,7 +81,7 @@ def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: 
         members["save_pretrained"] = partialmethod(_save_pretrained, original)
     members |= generation_methods(original)
     members |= {
-        "forward": _forward(runtime, signature),
+        "forward": _forward(runtime, original, signature),
         "__call__": nn.Module.__call__,
         "__new__": staticmethod(partial(_make_original, original)),
         "__module__": original.__module__,
@@ -97,14 +98,30 @@ def _signature(module: nn.Module) -> _Signature:
     return _Signature([first, *own.parameters.values()], return_annotation=own.return_annotation)
 
 
-def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
+def _forward(runtime: Any, original: Any, signature: inspect.Signature) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_proxies(args, kwargs)
         return runtime.forward(self, *args, **kwargs)
 
+    forward.__wrapped__ = original.forward  # torch.fx takes arguments, and so what it passes, from the innermost one
     made: Any = not_compiled(forward)
     made.__signature__ = signature
     made.__doc__ = runtime.forward.__doc__
     return made
+
+
+def _check_proxies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what ``torch.fx.symbolic_trace`` passes."""
+    if any(isinstance(x, Proxy) for x in (*args, *kwargs.values())):
+        refuse_tracer()
+
+
+def refuse_tracer() -> NoReturn:
+    """Raise ModelError: the model is traced, not run."""
+    raise ModelError(
+        "a parallelized model, which runs a plan on several devices, can't be traced or scripted by torch.jit, "
+        "torch.fx, torch.export or torch.onnx: trace the original model, with the values of full_state_dict()"
+    )
 
 
 def _make_original(original: type[nn.Module], _: object, *args: Any, **kwargs: Any) -> nn.Module:

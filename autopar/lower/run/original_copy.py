@@ -16,7 +16,7 @@ from autopar.objects.references import redirect
 
 __all__ = ["changed_part", "copy_original"]
 
-_OWN_OF_PARTS = ("_apply", "_parallel_root", "forward")
+_OWN_OF_PARTS = ("_apply", "_distribute_module_applied", "_parallel_root", "forward")
 
 
 def changed_part(original: nn.Module) -> str:

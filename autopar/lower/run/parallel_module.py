@@ -46,7 +46,7 @@ from autopar.lower.run.checkpoint_calls import watch_state_calls
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_state import NamedInputs, share_buffers
-from autopar.lower.run.original_class import make_instance
+from autopar.lower.run.original_class import make_instance, refuse_tracer
 from autopar.lower.run.original_copy import changed_part
 from autopar.lower.run.second_run import StepCall
 from autopar.lower.run.stage_map import StageMap
@@ -210,7 +210,7 @@ class ParallelModule(StepCalls):
                 "into a program on several devices: transform the original model with the values of full_state_dict()"
             )
         if is_exported():
-            _refuse_tracer()
+            refuse_tracer()
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
@@ -223,7 +223,7 @@ class ParallelModule(StepCalls):
 
     def __prepare_scriptable__(self) -> NoReturn:
         """What ``torch.jit.script`` calls first: raise ModelError."""
-        _refuse_tracer()
+        refuse_tracer()
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         with keeping_saved_tensors():
@@ -334,10 +334,3 @@ class ParallelModule(StepCalls):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-
-def _refuse_tracer() -> NoReturn:
-    raise ModelError(
-        "a parallelized model, which runs a plan on several devices, can't be traced or scripted by torch.jit, "
-        "torch.export or torch.onnx: trace the original model, with the values of full_state_dict()"
-    )
