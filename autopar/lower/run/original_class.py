@@ -103,7 +103,8 @@ def _forward(runtime: Any, original: Any, signature: inspect.Signature) -> Calla
         _check_proxies(args, kwargs)
         return runtime.forward(self, *args, **kwargs)
 
-    forward.__wrapped__ = original.forward  # torch.fx takes arguments, and so what it passes, from the innermost one
+    untyped: Any = forward
+    untyped.__wrapped__ = original.forward  # torch.fx takes arguments, and so what it passes, from the innermost one
     made: Any = not_compiled(forward)
     made.__signature__ = signature
     made.__doc__ = runtime.forward.__doc__
