@@ -143,6 +143,15 @@ def spectrum(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return end(net, torch.fft.irfft(f * turn, n=6, dim=1))
 
 
+def kept_modes(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    f = torch.fft.rfft2(hidden(net, x).view(4, 6, 4, 4))
+    kept = torch.zeros_like(f)
+    kept[:, 0] = f[:, 1].conj()
+    kept[:, 1:5, :2, -2:] = f[:, 1:5, 1:3, 1:].conj() * torch.complex(net.codes[:4, :2, None], net.codes[:4, 2:4, None])
+    kept.diagonal(0, -2, -1).mul_(2)
+    return end(net, torch.fft.irfft2(kept, s=(4, 4)).flatten(2))
+
+
 def complex_rotation(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     y = hidden(net, x).view(4, 6, 2, 4, 2)
     angles = torch.outer(torch.arange(6, dtype=x.dtype), torch.arange(1, 5, dtype=x.dtype))
@@ -172,7 +181,7 @@ def hardest_triplets(net: Any, x: Tensor, ids: Tensor) -> Tensor:
 CALLS: tuple[Call, ...] = (
     straight_through, vector_quantization, reads_data, writes_data, loop_over_experts, experts_choose, parametrized,
     positions_of_mask, writes_by_index, messages, shifted_windows, deformed, spectrum, complex_rotation, steps_in_time,
-    checkpointed, hardest_triplets,
+    checkpointed, hardest_triplets, kept_modes,
 )  # fmt: skip
 
 
