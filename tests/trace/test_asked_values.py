@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.trace import trace
 from autopar.trace.calls.signature import MOST_READ
+from autopar.trace.compat import torch_recording
+from autopar.trace.python_values import recorded_computations
 from autopar.verify.rehearsal import planner_for
 from tests.lower.runs import build, loss_of
 from tests.trace.interpreter import interpret
@@ -191,3 +194,57 @@ def test_calls_with_other_answers_are_planned_once() -> None:
         return len(made.plans)
 
     assert simulate(2, act) == [3, 3]
+
+
+class Farthest(nn.Module):
+    """Chooses points one after the other, each the farthest from those before; the first one is random."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.linear = count, nn.Linear(3, 4)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """[2, 9, 3] -> a scalar."""
+        chosen, rows = torch.randint(0, 9, (2,)), torch.arange(2)
+        distance, sums = torch.full((2, 9), 1e10), points.new_zeros(2, 3)
+        for _ in range(self.count):
+            point = points[rows, chosen]
+            nearer = (points - point[:, None]).square().sum(-1)
+            mask = nearer < distance
+            distance[mask] = nearer[mask]
+            chosen, sums = distance.argmax(-1), sums + point
+        return self.linear(sums).sum()
+
+
+def test_what_follows_from_random_numbers_is_not_looked_through_for_each_selection() -> None:
+    """Hundreds of steps, as PointNet++ has them, took hours: each selection looked at all ops before it."""
+    seen: list[int] = []
+    original = recorded_computations._memory_of
+    for count in (4, 8, 16):
+        with patch.object(recorded_computations, "_memory_of", side_effect=original) as memory_of:
+            trace(Farthest(count), (torch.randn(2, 9, 3),), {})
+        seen.append(memory_of.call_count)
+    assert seen[2] - seen[1] <= 2.2 * (seen[1] - seen[0])
+
+
+def test_questions_do_not_make_later_ops_deeper() -> None:
+    """After hundreds of selections, Python's stack was full."""
+    depths: list[int] = []
+
+    class Net(Farthest):
+        def forward(self, points: Tensor) -> Tensor:
+            mask = points[..., 0] > 0
+            for _ in range(10):
+                points = points + points[mask].sum()
+                recorder = torch_recording.recorder()
+                depths.append(0 if recorder is None else depth_of(recorder._tracer.create_node))
+            return self.linear(points).sum()
+
+    trace(Net(1), (torch.randn(2, 9, 3),), {})
+    assert max(depths) == depths[0] > 0
+
+
+def depth_of(function: Any) -> int:
+    """How many functions of the recorder call each other."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return 1 + max(map(depth_of, cells), default=0) if cells else 0

@@ -252,7 +252,8 @@ def edge_of(x: Tensor) -> tuple[Any, int]:
 
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, fake ones included, while it lives."""
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunction():  # the modes of a trace have nothing to say of it
+        return tensor.untyped_storage()._cdata
 
 
 _APPLY = torch.autograd.Function.__dict__["apply"]

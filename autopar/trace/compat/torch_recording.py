@@ -111,7 +111,8 @@ class Recorder:
         self._tracer = mode.tracer
         self._fakes = fakes
         self._num_modes = torch._C._len_torch_dispatch_stack()
-        if getattr(self._tracer, "_record_forward_stack_traces_only", False):
+        notes_lines = "create_node" in vars(self._tracer)  # there is a recorder for each question that is asked
+        if getattr(self._tracer, "_record_forward_stack_traces_only", False) and not notes_lines:
             self._note_lines()
 
     def _note_lines(self) -> None:

@@ -25,7 +25,7 @@ from autopar.trace.calls.signature import MOST_READ, CallForm, ReadValues
 from autopar.trace.compat import torch_internals, torch_recording
 from autopar.trace.compat.source_lines import frame_of_text, user_line
 from autopar.trace.python_values.read_inputs import UnansweredError
-from autopar.trace.python_values.recorded_computations import buffer_computation, computation_of
+from autopar.trace.python_values.recorded_computations import Sources, buffer_computation, computation_of
 
 __all__ = ["AskedValues", "Questions", "buffer_truths", "first_to_answer"]
 
@@ -75,9 +75,9 @@ class AskedValues:
         self._names = form.names
         self._given = form.cast_inputs(given)
         self._answered = answered
-        self._places: dict[fx.Node, int] = {}
+        self._inputs = Sources()
         self._buffers = buffers
-        self._buffer_places: dict[fx.Node, int] = {}
+        self._own = Sources()
         self.numbers: set[str] = set()
         self.of_buffers: dict[BufferQuestion, None] = {}
         self.asked: list[str] = []
@@ -94,9 +94,9 @@ class AskedValues:
         recorder = torch_recording.recorder()
         # Now: an op that gives a tensor as it is becomes what the tensor comes from.
         nodes = [None if recorder is None else recorder.node_of(x) for x in traced]
-        self._places = {node: place for place, node in enumerate(nodes) if node is not None}
+        self._inputs = Sources({node: place for place, node in enumerate(nodes) if node is not None})
         members = [None if recorder is None else recorder.node_of(model.get_buffer(name)) for name in self._buffers]
-        self._buffer_places = {node: place for place, node in enumerate(members) if node is not None}
+        self._own = Sources({node: place for place, node in enumerate(members) if node is not None})
         self.reads.clear()
         self.of_buffers.clear()
 
@@ -104,7 +104,7 @@ class AskedValues:
         """See `recorded_computations.computation_of`."""
         recorder = torch_recording.recorder()
         node = None if recorder is None else recorder.node_of(x)
-        return None if recorder is None or node is None else computation_of(recorder, node, self._places)
+        return None if recorder is None or node is None else computation_of(recorder, node, self._inputs)
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether `x` is the same in every call of these shapes, such as a mask that forward makes of sizes."""
@@ -117,7 +117,7 @@ class AskedValues:
         node = None if recorder is None else recorder.node_of(x)
         if recorder is None or node is None:
             return False
-        return buffer_computation(recorder, node, self._buffer_places) is not None
+        return buffer_computation(recorder, node, self._own) is not None
 
     @property
     def last_asked(self) -> frozenset[str]:
@@ -208,7 +208,7 @@ class AskedValues:
             UnansweredError: the buffers have no values here.
         """
         recorder = torch_recording.recorder()
-        computation = None if recorder is None else buffer_computation(recorder, node, self._buffer_places)
+        computation = None if recorder is None else buffer_computation(recorder, node, self._own)
         if computation is None:
             return None
         where = user_line()

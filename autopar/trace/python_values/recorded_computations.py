@@ -4,7 +4,9 @@ again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,20 +17,47 @@ from autopar.trace.calls.input_computations import Computation, ComputedOp, Oper
 from autopar.trace.compat import torch_internals
 from autopar.trace.compat.torch_recording import Recorder
 
-__all__ = ["buffer_computation", "computation_of", "depend_on_calls"]
+__all__ = ["Sources", "buffer_computation", "computation_of", "depend_on_calls"]
 
 _NAMES = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 _OF_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
 """Ops that read no entry of what they are given."""
 
 
-def computation_of(recording: Recorder, last: fx.Node, places: Mapping[fx.Node, int]) -> Computation | None:
-    """What leads from inputs, with their `places`, to the result of an op of the trace under way.
+@dataclass
+class Sources:
+    """What the computations of a trace under way may begin with.
+
+    Attributes:
+        places: those nodes, and the place of each among what a computation is given.
+        without: nodes that follow from something else as well; what follows from one of these does so, too.
+    """
+
+    places: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    without: set[fx.Node] = field(default_factory=set[fx.Node])
+
+    def stops(self, node: fx.Node) -> bool:
+        """Whether no computation has this node: it is, or follows from, a parameter, a random number and the like."""
+        is_other = node.op not in ("call_function", "get_attr") or _draws(node)
+        return node in self.without or (is_other and node not in self.places)
+
+
+def computation_of(recording: Recorder, last: fx.Node, sources: Sources) -> Computation | None:
+    """What leads from inputs, the `sources`, to the result of an op of the trace under way.
 
     None if it follows from anything else as well, such as parameters or random numbers, if an input is written to, or
     if floats are rounded.  A computation without inputs is one of constants, such as a mask that forward makes itself.
     """
-    needed = _behind(recording.graph, [last])
+    made = _computation_of_inputs(recording, last, sources)
+    if made is None:
+        sources.without.add(last)
+    return made
+
+
+def _computation_of_inputs(recording: Recorder, last: fx.Node, sources: Sources) -> Computation | None:
+    needed, places = _behind(recording.graph, [last], stops=sources.stops), sources.places
+    if needed is None:
+        return None
     memory = {key for node in needed if node in places for key in _memory_of(node)}
     for node in needed:
         if node not in places and (_is_rounding(node) or _is_number(node) or not memory.isdisjoint(_written_by(node))):
@@ -36,14 +65,20 @@ def computation_of(recording: Recorder, last: fx.Node, places: Mapping[fx.Node, 
     return _computation(recording, needed, last, places)
 
 
-def buffer_computation(recording: Recorder, last: fx.Node, places: Mapping[fx.Node, int]) -> Computation | None:
+def buffer_computation(recording: Recorder, last: fx.Node, sources: Sources) -> Computation | None:
     """The same for buffers, which may be floats that are rounded, and may be written to on the way, as counters are.
 
     The computation leaves the buffers as they are.  None if nothing follows from them, or if it follows from anything
     else as well.
     """
-    needed = _behind(recording.graph, [last])
-    made = _computation(recording, needed, last, places, copies=True) if places.keys() & set(needed) else None
+    if not sources.places:
+        return None
+    needed = _behind(recording.graph, [last], stops=sources.stops)
+    if needed is None:
+        sources.without.add(last)
+    if needed is None or sources.places.keys().isdisjoint(needed):
+        return None
+    made = _computation(recording, needed, last, sources.places, copies=True)
     return made if made is not None and made.places else None
 
 
@@ -106,11 +141,12 @@ def depend_on_calls(
     given = ("placeholder", "get_attr") if constants_too else ("placeholder",)
     others = {node for node in nodes_of(other_than) if node.op == "placeholder"}
     last = nodes_of(tensors)
-    return any(
-        node.op in given or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in (_behind(last[0].graph, last, past_shapes=False) if last else ())
-        if node not in others
-    )
+    behind = _behind(last[0].graph, last, past_shapes=False) if last else None
+    return any(node.op in given or _draws(node) for node in behind or () if node not in others)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _repeated(node: fx.Node, given: Callable[[Any], Any]) -> ComputedOp | None:
@@ -145,24 +181,34 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _behind(graph: fx.Graph, last: Sequence[fx.Node], *, past_shapes: bool = True) -> list[fx.Node]:
+def _behind(
+    graph: fx.Graph,
+    last: Sequence[fx.Node],
+    *,
+    past_shapes: bool = True,
+    stops: Callable[[fx.Node], bool] = lambda _: False,
+) -> list[fx.Node] | None:
     """The nodes that the values of `last` follow from now, in order: with those that write to what these read.
 
-    Without `past_shapes`, not those of which only shapes are read.
+    None if one of them `stops` the search.  Without `past_shapes`, not those of which only shapes are read.
     """
     needed: set[fx.Node] = set()
     memory: set[int] = set()
-    writes = [node for node in graph.nodes if _written_by(node)]
-    waiting = [*last]
+    writes: list[fx.Node] | None = None
+    waiting = deque(last)
     while waiting:
         while waiting:
-            node = waiting.pop()
+            node = waiting.popleft()  # nearest first, as what stops is often near
             if node not in needed:
                 needed.add(node)
                 memory |= _memory_of(node)
                 if past_shapes or getattr(node.target, "overloadpacket", None) not in _OF_SHAPES:
                     waiting.extend(node.all_input_nodes)
-        waiting = [node for node in writes if node not in needed and not memory.isdisjoint(_written_by(node))]
+                if stops(node):
+                    return None
+        if writes is None:
+            writes = [node for node in graph.nodes if _written_by(node)]
+        waiting.extend(node for node in writes if node not in needed and not memory.isdisjoint(_written_by(node)))
     return [node for node in graph.nodes if node in needed]
 
 
