@@ -116,6 +116,30 @@ def as_data(net: Any, x: Tensor) -> Tensor:
     return h.sin()
 
 
+class Returned(Network):
+    """Returns what it wrote to, and something else with a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        loss = h.square().sum()
+        self.call(self, h)
+        return loss, h
+
+
+def masks_data(net: Any, h: Tensor) -> None:
+    h.data.masked_fill_(h > 1, 0)
+
+
+def clamps_detached(net: Any, h: Tensor) -> None:
+    h[1:].detach().clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("call", [masks_data, clamps_detached])
+def test_what_is_returned_after_a_write_past_autograd_would_have_no_gradient(call: Any) -> None:
+    with pytest.raises(TraceError, match=r"test_past_autograd\.py:\d+: writes in place .*or returned"):
+        trace(Returned(call), (ROWS,), {})
+
+
 @pytest.mark.parametrize("call", [without_gradients, in_a_view, detached, to_data, as_data])
 def test_writes_that_gradients_pass_by_are_refused(call: Call) -> None:
     with pytest.raises(TraceError, match=r"test_past_autograd\.py:\d+: writes in place .*past autograd.*\(new - x\)"):

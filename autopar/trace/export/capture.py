@@ -172,7 +172,7 @@ class _Wrapper(nn.Module):
                 Questions(self.questions),
                 Selections(self.questions),
                 SelectedPlaces(self.questions, self.records.notes_once),
-                PastAutograd(training=self.training),
+                PastAutograd(training=self.training) as past,
                 RefusedFunctions(training=self.training),
                 dropout_as_asked(),
                 NumberedWrites(self.questions, self.records.passed),
@@ -193,6 +193,7 @@ class _Wrapper(nn.Module):
             raise OutputError(_no_tensors(self.records.outputs))
         found = watch.restore(len(result))
         self.records.assigned, self.records.changed = tuple(found.assigned), tuple(found.changed)
+        past.check_returned([*result, *found.tensors])
         return [*result, *found.tensors]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

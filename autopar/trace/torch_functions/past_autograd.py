@@ -5,7 +5,7 @@ An export takes ``x.data`` for a constant of the code, whose values are then tho
 
 Where `x` has a gradient, autograd sends it past what is written to ``x.data``, ``x.detach()``, or x itself under
 ``torch.no_grad()``: to where x came from.  A program without writes can't say that, so it is refused if x is read
-again.
+again or returned.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class PastAutograd(TorchFunctionMode):
             self._note_write(args[0], past=func == _WRITE)
         return _replace(*args) if func == _WRITE else func(*args, **given)
 
+    def check_returned(self, tensors: Sequence[Tensor]) -> None:
+        """Raise TraceError if one that forward returns was written to past its gradient, which is as if it was read."""
+        self._note_reads(tensors)
+
     def _note_reads(self, tensors: Sequence[Tensor]) -> None:
         for x in tensors:
             if x.grad_fn is None or not torch_internals.has_storage(x):
@@ -76,8 +80,8 @@ class PastAutograd(TorchFunctionMode):
             if self._training and memory in self._written:
                 raise TraceError(
                     f"{self._written[memory]}: writes in place to a tensor that has a gradient, past autograd (under "
-                    "torch.no_grad(), or by .data or detach()), which is read again: its gradient would pass by what "
-                    "is written, which a program can't express; write x = x + (new - x).detach()"
+                    "torch.no_grad(), or by .data or detach()), which is read again or returned: its gradient would "
+                    "pass by what is written, which a program can't express; write x = x + (new - x).detach()"
                 )
 
     def _note_write(self, x: Any, *, past: bool) -> None:
