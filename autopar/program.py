@@ -104,7 +104,7 @@ class Ref:
     name: str
 
 
-Arg = Ref | None | bool | int | float | str | tuple["Arg", ...]
+Arg = Ref | None | bool | int | float | complex | str | tuple["Arg", ...]
 """An argument: a Ref, a literal (dtypes and the like as text, such as "torch.float32"), or a tuple of arguments."""
 
 

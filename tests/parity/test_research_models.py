@@ -152,6 +152,14 @@ def kept_modes(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return end(net, torch.fft.irfft2(kept, s=(4, 4)).flatten(2))
 
 
+def modes_of_a_state_space(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    rates = -net.normed.weight[:8].exp() + 1j * net.codes[:1]
+    kernel = torch.exp(rates[..., None] * torch.arange(6, dtype=x.dtype)).sum(1).real
+    mixed = torch.fft.irfft(torch.fft.rfft(x.mT, n=12) * torch.fft.rfft(kernel, n=12), n=12)[..., :6]
+    turned = 2j * hidden(net, mixed.mT) + (1 - 0.5j)
+    return end(net, (turned / (1 + 1j) - 1j ** net.codes[0]).abs())
+
+
 def complex_rotation(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     y = hidden(net, x).view(4, 6, 2, 4, 2)
     angles = torch.outer(torch.arange(6, dtype=x.dtype), torch.arange(1, 5, dtype=x.dtype))
@@ -181,7 +189,7 @@ def hardest_triplets(net: Any, x: Tensor, ids: Tensor) -> Tensor:
 CALLS: tuple[Call, ...] = (
     straight_through, vector_quantization, reads_data, writes_data, loop_over_experts, experts_choose, parametrized,
     positions_of_mask, writes_by_index, messages, shifted_windows, deformed, spectrum, complex_rotation, steps_in_time,
-    checkpointed, hardest_triplets, kept_modes,
+    checkpointed, hardest_triplets, kept_modes, modes_of_a_state_space,
 )  # fmt: skip
 
 

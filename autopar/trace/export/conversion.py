@@ -75,7 +75,7 @@ class _GraphBuilder:
             return self.env[arg.name]
         if isinstance(arg, list | tuple):
             return tuple(self.argument(part) for part in cast("Sequence[Any]", arg))
-        if arg is None or isinstance(arg, bool | int | float | str):
+        if arg is None or isinstance(arg, bool | int | float | complex | str):
             return arg
         if isinstance(arg, torch.dtype | torch.memory_format | torch.layout | torch.device):
             return str(arg)
