@@ -166,6 +166,8 @@ def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorde
 
 
 def _is_copyable(node: fx.Node) -> bool:
+    if isinstance(node.meta.get("val"), torch_internals.SYMBOLIC):
+        return False  # another call's number, as in ``x[:, places[0]]``, is another one
     if node.target is getitem:
         return True
     return torch_internals.is_plain_op(node.target) and not torch_internals.writes(node.target)

@@ -2,6 +2,8 @@
 
 The number stays unknown to the trace: the places are computed from the buffer, as a tensor, so that one program serves
 all of them.  Only writes: what is read by such a slice is a view, which an index is not.
+
+A roll by a number of any tensor (``torch.roll(x, -int(index[i]), -1)``) is an index, too.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -9,7 +11,7 @@ all of them.  Only writes: what is read by such a slice is a view, which an inde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import EllipsisType
+from types import EllipsisType, MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,8 +25,13 @@ from autopar.trace.python_values.asked_values import AskedValues
 __all__ = ["NumberedWrites"]
 
 
+_ROLLS: tuple[Any, ...] = (torch.roll, Tensor.roll)
+
+
 class NumberedWrites(TorchFunctionMode):
-    """In this context, writes take unknown numbers of buffers as tensors: where they write, and what."""
+    """In this context, writes take unknown numbers of buffers as tensors: where they write, and what.  Rolls take those
+    of other tensors, too.
+    """
 
     def __init__(self, asked: AskedValues, passed: set[str]) -> None:
         """Nothing is written yet.
@@ -37,6 +44,7 @@ class NumberedWrites(TorchFunctionMode):
         self._asked = asked
         self._passed = passed
         self._numbers: dict[str, Tensor] = {}  # by their symbols: scalars
+        self._others: dict[str, Tensor] = {}  # likewise, of tensors that don't follow from buffers
         self._lines: dict[str, str] = {}
         self._item, self._set, self._fill = Tensor.item, Tensor.__setitem__, Tensor.fill_
 
@@ -47,6 +55,8 @@ class NumberedWrites(TorchFunctionMode):
         del types
         if func is self._item:
             return self._noted(args[0])
+        if func in _ROLLS and (self._numbers or self._others):
+            return self._rolled(func, *args, **(kwargs or {}))
         if not self._numbers or kwargs or func not in (self._set, self._fill):
             return func(*args, **(kwargs or {}))
         x, *keys, value = args
@@ -58,18 +68,32 @@ class NumberedWrites(TorchFunctionMode):
         """``x.item()``; if that is a number of a buffer that the trace does not know, its tensor as it is now."""
         follows = not x.is_floating_point() and self._asked.follows_from_buffers(x)
         number = x.item()
-        symbol = torch_recording.symbol_of(number) if follows else None
+        symbol = None if x.is_floating_point() else torch_recording.symbol_of(number)
         if symbol is not None:
-            self._numbers[symbol] = x.detach().reshape(()).long().clone()
+            known = self._numbers if follows else self._others
+            known[symbol] = x.detach().reshape(()).long().clone()
             self._lines[symbol] = user_line()
         return number
 
-    def _tensor(self, number: Any) -> Tensor | None:
+    def _tensor(self, number: Any, others: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor | None:
         """A number that follows from noted ones as a scalar, whose lines need no answer then; or None."""
-        result = torch_recording.tensor_of_number(number, self._numbers)
+        result = torch_recording.tensor_of_number(number, {**self._numbers, **others})
         if result is not None:
             self._passed |= {self._lines[symbol] for symbol in torch_recording.symbols_of(number)}
         return result
+
+    def _rolled(self, roll: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
+        """``torch.roll``, with an index along dims where the shift is an unknown number."""
+        given, along = _as_tuple(shifts), _as_tuple(dims)
+        known: list[Any] = [self._tensor(by, self._others) if isinstance(by, torch.SymInt) else by for by in given]
+        is_usual = not any(isinstance(by, Tensor) for by in known) or any(by is None for by in known)
+        if is_usual or len(given) != len(along):
+            return roll(input, shifts, dims)
+        x = input
+        for by, dim in zip(known, along, strict=True):
+            size = x.shape[dim]
+            x = x.index_select(dim, (torch.arange(size, device=x.device) - by) % size)
+        return x
 
     def _known(self, value: Any) -> Any:
         tensor = self._tensor(value) if isinstance(value, torch.SymInt) else None
@@ -98,6 +122,10 @@ def _placed(x: Tensor, key: Any, value: Any, tensor_of: Callable[[Any], Tensor |
     parts[at] = places.to(x.device).reshape(-1)  # torch asks for the number of a scalar
     value = value.to(x.dtype) if isinstance(value, Tensor) else value  # an index casts nothing
     return tuple(parts), value.unsqueeze(-1 - num_behind) if is_number and size is not None else value
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)
 
 
 def _is_unknown(part: Any) -> bool:
