@@ -79,9 +79,8 @@ class AutoparAccelerator(_Accelerator):
         untyped: Any = super()
         self.every_rank_is_main = every_rank_is_main
         untyped.__init__(*args, **kwargs)
-        share_draws(
-            self.device
-        )  # scripts need no seed: accelerate sends weights, and has each rank draw its own batches
+        # Scripts need no seed: accelerate sends weights, and has each rank draw its own batches.
+        share_draws(self.device)
         self._begin(parallelize_kwargs)
 
     def _begin(self, parallelize_kwargs: Mapping[str, Any] | None) -> None:

@@ -161,14 +161,13 @@ class Evaluator:
         if op is None or name in self._cores:
             core = self._core(name)
             return core[..., start:stop, :] if core.ndim > 1 and core.shape[-2] > 1 else core
-        is_read = filled_with(op) is None
-        parts = {operand: self._rows(operand, start, stop) for operand in op.operands if is_read}
         rank = len(self.types[name].shape)
+        if (number := filled_with(op)) is not None:
+            return torch.full((1,) * rank, number, dtype=getattr(torch, self.types[name].dtype))
+        parts = {operand: self._rows(operand, start, stop) for operand in op.operands}
         if op.target == "aten.expand.default":
             (part,) = parts.values()
             return part[(None,) * (rank - part.ndim)]
-        if (number := filled_with(op)) is not None:
-            return torch.full((1,) * rank, number, dtype=getattr(torch, self.types[name].dtype))
         return _run(op, parts)[0]
 
     def _large(self, name: str) -> Op | None:

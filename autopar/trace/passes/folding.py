@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,12 @@ def fold_constants(graph: Graph) -> Graph:
 def _merge_constants(graph: Graph) -> Graph:
     """Compute once what layers make of constants alone."""
     cone = constant_cone(graph)
-    groups = {op.name: 0 if cone.issuperset(op.results) else place for place, op in enumerate(graph.ops, start=1)}
+    return _merge_among(graph, {op.name for op in graph.ops if cone.issuperset(op.results)})
+
+
+def _merge_among(graph: Graph, names: Collection[str]) -> Graph:
+    """Compute once what several ops of these names compute; all others stay."""
+    groups = {op.name: 0 if op.name in names else place for place, op in enumerate(graph.ops, start=1)}
     return merge_equal_ops(graph, within=groups)
 
 
@@ -92,13 +97,12 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
     read = {name for op in _within(cone, graph) for name in op.operands}
     left = graph.read_at_end | constant_cone(graph)  # `fold_constants` leaves expansions to their readers
     hoistable = {op.name for op in _within(cone - (left - read), graph)}
-    groups = {op.name: 0 if op.name in hoistable else place for place, op in enumerate(graph.ops, start=1)}
-    merged = merge_equal_ops(graph, within=groups)
-    hoisted = tuple(op for op in merged.ops if groups[op.name] == 0)
+    merged = _merge_among(graph, hoistable)
+    hoisted = tuple(op for op in merged.ops if op.name in hoistable)
     results = (name for op in hoisted for name in op.results)
     return replace(
         merged,
-        ops=tuple(op for op in merged.ops if groups[op.name]),
+        ops=tuple(op for op in merged.ops if op.name not in hoistable),
         hoisted=hoisted,
         roles={**merged.roles, **dict.fromkeys(results, "constant")},
     )

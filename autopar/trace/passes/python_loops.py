@@ -181,7 +181,7 @@ def _unbind_reads(graph: Graph) -> Graph:
             first, name=names.fresh("unbind"), target="aten.unbind.int", args=(Ref(source), dim), results=results
         )
         gone |= {op.results[0]: ops[0].results[0] for ops in entries.values() for op in ops[1:]}
-    joined = {name for op in made.values() for name in (*op.results, *gone)}
+    joined = {*gone, *(name for op in made.values() for name in op.results)}
 
     def step(op: Op) -> Iterable[Op] | None:
         if op.name in made:

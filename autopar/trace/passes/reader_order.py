@@ -12,7 +12,7 @@ from itertools import groupby
 
 from autopar.program import Op
 from autopar.trace.graph import Graph
-from autopar.trace.passes.constants import is_repeatable
+from autopar.trace.passes.cleanup import is_repeatable
 
 __all__ = ["order_by_readers"]
 
