@@ -198,6 +198,7 @@ CASES = {
         "CohereForCausalLM", 512, 4096, 16, hidden_size=12288, intermediate_size=33792, num_hidden_layers=64,
         num_attention_heads=96, num_key_value_heads=8,
     ),
+    "qwen3-next-4": text("Qwen3NextForCausalLM", 64, 4096, 1, num_hidden_layers=4),  # of 48 layers
     "mamba2-2.7b": text(
         "Mamba2ForCausalLM", 256, 2048, 1, hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64,
         n_groups=1, vocab_size=50288,
